@@ -30,10 +30,14 @@ def _one_after_another(chain):
 
 @_one_after_another
 def scalar_chain(
-    q, k, v, beta=None, g=None, erase=None, initial_state=None, *, rule="write", early=False, **_
+    q, k, v, beta=None, g=None, erase=None, initial_state=None, *, rule="write", early=False, write=None, **_
 ) -> tuple[Tensor, Tensor]:
-    """S_t = e^{g_t} S_{t-1} + beta_t (v_t - S' a_t) k_t^T."""
-    return _chain(q, k, v, None if g is None else g[..., None], beta, erase, initial_state, rule, early)
+    """S_t = e^{g_t} S_{t-1} + beta_t (v_t - S' a_t) k_t^T, or of two strengths (write_t v_t - beta_t S' k_t) k_t^T."""
+    if write is not None:
+        assert erase is None and not early
+        erase, v, beta = beta[..., None] * _grouped(k, v.shape[2]), write[..., None] * v, None
+    wide = None if g is None else g[..., None]
+    return _chain(q, k, v, wide, beta, erase, initial_state, rule, early)
 
 
 def mass_chain(q, k, v, beta=None, g=None, start=None, *, cu_seqlens=None) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,6 +53,7 @@ from axes.kernels.recurrent.sizes import CELLS
 from axes.kernels.rows.gated import gated
 from axes.kernels.rows.mass import over_mass
 from axes.kernels.rows.norm import add_norm
+from axes.kernels.rows.scaled import scale, scale_backward
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
@@ -97,12 +98,34 @@ def gated_network() -> None:
     both((gated(torch.randn(64, 4096, dtype=HALF, requires_grad=True)),))
 
 
+def scaled(shape: tuple[int, ...]) -> Callable[[], None]:
+    def run() -> None:
+        x, by = torch.randn(2, 64, 4, 128, dtype=HALF), torch.randn(shape)
+        scale(x, by)
+        scale_backward(x, x, by, True, True)
+
+    return run
+
+
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
         fits = patch.object(hopper_write, "fits", lambda *_: plain)
         with patch.object(scalar_module, "_plain", lambda *_: plain), fits:
             both(scalar_chain(q, k, v, beta, g, **options))  # type: ignore[arg-type]
+
+    return run
+
+
+def two_strengths(d: int) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, g = tokens(HALF, d, d)
+        write = torch.rand(beta.shape, requires_grad=True)
+        with (
+            patch.object(scalar_module, "_plain", lambda *_: True),
+            patch.object(scalar_module, "takes_two", lambda *_: True),
+        ):
+            both(scalar_chain(q, k, v, beta, g, rule="delta", write=write))
 
     return run
 
@@ -474,6 +497,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper 128": scalar(HALF, 128, plain=True, rule="delta"),
     "hopper 64": scalar(HALF, 64, plain=True, rule="delta"),
     "hopper segments": scalar(HALF, 128, plain=True, rule="delta", segments=2),
+    "hopper two strengths 128": two_strengths(128),
+    "hopper two strengths 64": two_strengths(64),
     "delta 128": scalar(HALF, 128, rule="delta"),
     "delta 256": scalar(HALF, 256, rule="delta"),
     "delta 64 float32": scalar(FULL, 64, rule="delta"),
@@ -570,6 +595,8 @@ CASES: dict[str, Callable[[], None]] = {
     "add and norm": add_and_norm(FULL, HALF),
     "add and norm in 16 bits": add_and_norm(HALF, HALF),
     "gated network": gated_network,
+    "scaled vectors": scaled((2, 64, 4, 1)),
+    "scaled entries": scaled((2, 64, 4, 128)),
 }
 
 # ---- one kernel at several sizes -------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def _again(
                 state, token, head, d, e, q, k, v, beta, g, a, b,
                 HV // GROUP * K, HV // GROUP * K, HV * V, HV,
                 HV * K if GATE == "channel" else HV * V if GATE == "row" else HV,
-                HV // GROUP * K, HV // GROUP * K, GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
+                HV // GROUP * K, HV if RULE == "two" else HV // GROUP * K,
+                GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
             )  # fmt: skip
             if BONUS:  # what a query reads is the state before its token, and of that token a share of its own
                 own = query * _vector(k, token, HV // GROUP * K, head // GROUP, d, K)
@@ -132,8 +133,8 @@ def contain(
 
     q, k, a, b (B, T, H, K), v and o (B, T, HV, V), beta (B, T, HV), g (B, T, HV), (B, T, HV, K) or with `by_rows`
     (B, T, HV, V), start and final (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr",
-    `a` and `early` as in `step.chain_step`; bonus (HV, K): o is of the states before their tokens, and so much of each
-    token.
+    `a` and `early` as in `step.chain_step`, or "two", whose b (B, T, HV) are strengths of writes; bonus (HV, K): o is
+    of the states before their tokens, and so much of each token.
     """
     (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
     units = batch if offsets is None else offsets.shape[0] - 1

@@ -75,7 +75,8 @@ def follow(
 ):  # fmt: skip
     """Rows e of a head's state after one token, and the token's query.
 
-    GATE: "none", "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else it is k."""
+    RULE: "write", "delta", "dplr", or "two" strengths, beta of what is erased and b of what is written. GATE: "none",
+    "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else it is k."""
     query = _vector(q, entry, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
@@ -96,9 +97,11 @@ def follow(
             seen = tl.sum(new * eraser[None, :], 1)
         if RULE == "dplr":
             new += seen[:, None] * _vector(b, entry, b_row, head // GROUP, d, K)[None, :]
+        elif RULE == "two":
+            value = value * _number(b, entry, b_row, head) - seen * _number(beta, entry, beta_row, head)
         else:
             value -= seen
-    if STRENGTH:
+    if STRENGTH and RULE != "two":
         value *= _number(beta, entry, beta_row, head)
     new += value[:, None] * key[None, :]
     return new, query

@@ -169,11 +169,12 @@ def run(
     q, k = _tensor(signal, "q"), _tensor(signal, "k")
     if share:
         q, k = _shared(q, k)
-    v = v if kind == "entries" else _written(update, signal, v)
+    kernels = kernels or _chunked(cu_seqlens)
     tokens = _Tokens(q.to(v.dtype), k.to(v.dtype), v)
+    if kind != "entries" and not (kind == "scalar" and _two(update, tokens, kernels)):
+        tokens = tokens._replace(v=_written(update, signal, v))
     families = {"scalar": _scalar, "diagonal": _diagonal, "dplr": _dplr, "block": _block, "entries": _entries}
     compute = families[kind]
-    kernels = kernels or _chunked(cu_seqlens)
     if bonus is not None:
         kernels = kernels._replace(diagonal=partial(kernels.diagonal, bonus=bonus))
     return compute(update, signal, tokens, state, kernels, cu_seqlens)
@@ -232,7 +233,8 @@ class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
     turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
-    makes a mass by itself, or None; then columns, of ones, by which scalar reads it.
+    makes a mass by itself, or None; then columns, of ones, by which scalar reads it. two: whether scalar takes
+    strengths of writes and erases.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -243,6 +245,7 @@ class Kernels(NamedTuple):
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
     mass: Callable[[], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda: None
     columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
+    two: Callable[[Tensor, Tensor], bool] = lambda q, v: False
 
 
 def _chunked(cu_seqlens: Tensor | None) -> Kernels:
@@ -283,7 +286,12 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return columns_of_ones(q, v, cu_seqlens)
 
-    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns)
+    def two(q: Tensor, v: Tensor) -> bool:
+        from axes.kernels.scalar.chain import takes_two
+
+        return takes_two(q, v, cu_seqlens)
+
+    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns, two=two)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -344,15 +352,17 @@ def _scalar(
 ) -> tuple[Tensor, State]:
     element = _element(update, signal, t.k)
     gate = _log_gate(element, t.v.shape[:-1], t.v)
-    t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
-    q = t.q
-    write, erase, strength = _strengths(update, signal, t)
+    t, end, more = _in_frame(element, t, cu_seqlens, kernels)
+    q, two = t.q, _two(update, t, kernels)
+    write, erase, strength = _strengths(update, signal, t, two)
+    if two:
+        more = {**more, "write": _numbers(update.parts().step.rate, signal, t.v)}
     rule = "delta" if erases(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev" and gate is not None
 
     def pass_over(v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         out, final = kernels.scalar(
-            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early, **turn
+            q, write, v, strength, gate, erase, initial_state=start, rule=rule, early=early, **more
         )
         return out, final if end is None else rotate(final, end[..., None, :])
 
@@ -558,26 +568,44 @@ def _by(x: Tensor, rate: Rate, signal: Signal) -> Tensor:
     return scaled(x, number[..., None] if each else number)  # type: ignore[index]
 
 
-def _strengths(update: StateUpdate, signal: Signal, t: _Tokens) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Write key, erase key where it is another, and strength (B, T, HV) of every token."""
+def _strengths(
+    update: StateUpdate, signal: Signal, t: _Tokens, two: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Write key, erase key where it is another, and strength (B, T, HV) of every token; two: of what it erases."""
     step = update.parts().step
-    rate = 1.0 if scales_values(update) else resolve(step.rate, signal)
     if erases_along_key(update):
+        last = factors(update.parts().monoid)[-1].strength
+        if two and last is not None:
+            return t.k, None, _numbers(last, signal, t.v)
         return t.k, _erased(update, signal, t.k), None
+    rate = 1.0 if scales_values(update) else resolve(step.rate, signal)
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
         return scaled(t.k, rate), t.k if erases(update) else None, None
     if isinstance(rate, float) and rate == 1.0 and step.at != "new":
         return t.k, None, None
-    shape = t.v.shape[:-1]
-    if isinstance(rate, Tensor):
-        strength = rate.float()
-        strength = strength if strength.shape == shape else strength.expand(shape)
-    else:
-        strength = torch.full(shape, rate, dtype=torch.float32, device=t.v.device)
+    strength = _numbers(rate, signal, t.v)
     if step.at == "new":  # the implicit step: (I + rate k k^T)^-1 is rank one again
         lengths = t.k.float().square().sum(-1)
         strength = strength / (1 + strength * lengths.repeat_interleave(t.v.shape[2] // t.k.shape[2], -1))
     return t.k, None, strength
+
+
+def _numbers(rate: Rate | Tensor, signal: Signal, v: Tensor) -> Tensor:
+    """A rate, or what it was resolved to, as a number (B, T, HV) of every token."""
+    number, shape = rate if isinstance(rate, Tensor) else resolve(rate, signal), v.shape[:-1]
+    if not isinstance(number, Tensor):
+        return torch.full(shape, number, dtype=torch.float32, device=v.device)
+    number = number.float()
+    return number if number.shape == shape else number.expand(shape)
+
+
+def _two(update: StateUpdate, t: _Tokens, kernels: Kernels) -> bool:
+    """Whether write and erase, a number each, go to a kernel as such; elsewhere they scale value and erase key."""
+    step = update.parts().step
+    if not erases_along_key(update) or rate_shape(step.rate) != "scalar" or step.debias:
+        return False
+    strength = factors(update.parts().monoid)[-1].strength
+    return strength is not None and rate_shape(strength) == "scalar" and kernels.two(t.q, t.v)
 
 
 def _erased(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from axes.kernels.common.versions import DTYPES, refusal
 from axes.linalg.formulas import by_formula
 
 
@@ -32,7 +33,7 @@ def scaled(x: Tensor, by: Tensor | float) -> Tensor:
     if differentiated(x, by):
         made: Tensor = _Scaled.apply(x, by)
         return made
-    return rounded(x, by, x.dtype)
+    return _product(x, by)
 
 
 def inner(x: Tensor, y: Tensor) -> Tensor:
@@ -62,16 +63,39 @@ def to_numbers(dy: Tensor, x: Tensor, by: Tensor) -> Tensor:
     return torch.sum(dy * x, over, keepdim=True, dtype=by.dtype).view(by.shape)
 
 
+def _by_kernel(x: Tensor, by: Tensor) -> bool:
+    """Whether a kernel multiplies: on a GPU, in the dtypes and shapes that it takes."""
+    if not x.is_cuda or x.dtype not in DTYPES or by.dtype != torch.float32 or refusal(x.device) is not None:
+        return False
+    from axes.kernels.rows.scaled import fits
+
+    return fits(x, by)
+
+
+def _product(x: Tensor, by: Tensor) -> Tensor:
+    """(x * by).to(x.dtype), in one pass."""
+    if not _by_kernel(x, by):
+        return rounded(x, by, x.dtype)
+    from axes.kernels.rows.scaled import scale
+
+    return scale(x, by)
+
+
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: Tensor) -> Tensor:
         ctx.save_for_backward(x, by)
-        return rounded(x, by, x.dtype)
+        return _product(x, by)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, by = ctx.saved_tensors
         dx, dby = ctx.needs_input_grad
+        if dby and not torch.is_grad_enabled() and by_formula(dy) and _by_kernel(x, by):
+            from axes.kernels.rows.scaled import scale_backward, whole
+
+            if whole(x, by):
+                return scale_backward(dy, x, by, dx, dby)
         return scaled(dy, by) if dx else None, to_numbers(dy, x, by) if dby else None
 
 

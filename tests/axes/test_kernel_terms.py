@@ -118,6 +118,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
         function = f"{name}_chain"
         setattr(stand_in, function, getattr(chains, function))
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    scalar = sys.modules["axes.kernels.scalar.chain"]
+    scalar.takes_two = lambda *_: False  # type: ignore[attr-defined]
     mass = ModuleType("axes.kernels.scalar.mass")
     mass.mass_chain = chains.mass_chain  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, mass.__name__, mass)
@@ -164,6 +166,29 @@ def test_the_kernel_is_given_the_chain(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
     for a, b in zip(_leaves(state), _leaves(last), strict=True):
         torch.testing.assert_close(a.to(b.dtype), b, rtol=2e-4, atol=2e-5)
+
+
+def seen_calls(monkeypatch: pytest.MonkeyPatch, asked: str) -> list[tuple[tuple[torch.Tensor, ...], dict[str, object]]]:
+    """What the scalar chain is called with, which is one that says yes where it is asked for what few kernels do."""
+    chain, calls = sys.modules["axes.kernels.scalar.chain"], []
+    monkeypatch.setattr(chain, asked, lambda *_: True)
+    monkeypatch.setattr(chain, "scalar_chain", lambda *a, **b: calls.append((a, b)) or chains.scalar_chain(*a, **b))
+    return calls
+
+
+@pytest.mark.parametrize("rate", (BETA, 0.7), ids=str)
+def test_kernels_that_take_two_strengths_are_given_them(rate: Per | float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and keys stay as they are."""
+    erasing = Product((Scalar("decay"), Householder(ERASE, "k")))
+    update, calls = StateUpdate(Alignment(), monoid=erasing, algorithm=Step(rate)), seen_calls(monkeypatch, "takes_two")
+    given = signal(update)
+    start = (torch.randn(2, 2, 3, 4),)
+    want, last = reference.run(update, given, weights=start, time=1)
+    got, state = terms.run(update, given, None, start)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(state.theta[0], last.theta[0].float(), rtol=2e-4, atol=2e-5)
+    (((_, k, v, *_, erase), options),) = calls
+    assert k is given["k"] and v is given["v"] and erase is None and options["write"].shape == (2, 9, 2)
 
 
 @pytest.mark.parametrize("name", UPDATES)

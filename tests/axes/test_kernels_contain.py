@@ -391,3 +391,24 @@ for got, meant in ((out, want), (last.theta[0], state.theta[0])):
 def test_substitution_makes_blocks_again(name: str) -> None:
     """Rows that do not meet, and rows that do in a norm; errors of the state at hand, and of one that is held."""
     interpret(f"NAME = {name!r}\n{SUBSTITUTION}")
+
+
+def test_two_strengths() -> None:
+    interpret(
+        PROGRAM
+        + """
+given = tokens(1, 38, False)
+k, v, beta, g, start = (given[n] for n in ("k", "v", "beta", "g", "initial_state"))
+write = torch.rand(beta.shape)
+v[0, 35, 1, 0] = math.nan
+# the same values by one strength: those of erases, and values as large as their writes are to them
+want, state = loop(given["q"][0], k[0], v[0] * (write / beta)[0, ..., None], beta[0], g[0], rule="delta",
+                   initial_state=start[0])
+o = want[None].float()
+final = torch.zeros_like(start)
+o[:, 32:, 1, 0] = math.nan  # the second chunk of 32, from its first token on
+contain.contain(o, final, given["q"], k, v, beta, g, start, None, 32, "two", b=write)
+same(o[0], want, "outputs"), same(final[0, 1], state[1], "the last state")
+assert not final[0, 0].any()  # of a head that was not spoilt nothing is made again
+"""
+    )

@@ -1,4 +1,4 @@
-"""Division by a mass in one kernel: the read of a normalised memory, forward and backward, against float64 of torch."""
+"""Kernels of rows, forward and backward, against float64 of torch: division by a mass, a gated half, scaled vectors."""
 
 from __future__ import annotations
 
@@ -43,6 +43,38 @@ assert over_mass(torch.zeros(0, 4), torch.zeros(0, 1)).shape == (0, 4)
 """
 
 
+SCALED = """
+import torch
+from axes.kernels.rows.scaled import fits, scale, scale_backward, whole
+torch.manual_seed(0)
+close = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+shapes = ((2, 5, 3, 8), (2, 5, 3, 1)), ((2, 5, 3, 8), (2, 5, 3, 8)), ((2, 5, 3, 8), (3, 1)), ((2, 5, 3, 8), (3, 8)), \
+    ((2, 5, 3, 8), (2, 1, 1, 8)), ((70, 100), (70, 1)), ((3, 5, 100), (3, 5, 1)), ((7,), (1,)), ((2, 3, 1), (2, 3, 1))
+
+def turned(x):  # the same numbers in the other order of memory
+    return x.permute(*range(x.ndim - 1, -1, -1)).contiguous().permute(*range(x.ndim - 1, -1, -1))
+
+for shape, of in shapes:
+    for dtype, bound in close.items():
+        for laid in (lambda x: x, turned, lambda x: x[:1].expand(x.shape)):
+            x, dy, by = laid(torch.randn(shape).to(dtype)), laid(torch.randn(shape).to(dtype)), laid(torch.randn(of))
+            made, want = scale(x, by), x.double() * by
+            assert made.dtype == dtype and made.shape == x.shape and made.is_contiguous()
+            assert (made - want).abs().max() <= bound * want.abs().max(), (shape, of, dtype)
+            assert whole(x, by) == (of in (shape, (*shape[:-1], 1)))
+            if not whole(x, by):
+                continue
+            dx, dby = scale_backward(dy, x, by, True, True)
+            assert dx.dtype == dtype and dx.shape == x.shape and dby.dtype == by.dtype and dby.shape == by.shape
+            want, exact = dy.double() * by, (dy.double() * x.double()).sum_to_size(by.shape)
+            assert (dx - want).abs().max() <= bound * want.abs().max()
+            assert (dby - exact).abs().max() <= 1e-5 * exact.abs().max()  # of 16 bits too: nothing is rounded before
+            assert scale_backward(dy, x, by, False, True)[0] is None
+            assert torch.equal(scale_backward(dy, x, by, True, False)[0], dx)
+assert not fits(x, by)  # on a CPU torch multiplies
+"""
+
+
 GATED = """
 import torch
 from axes.kernels.rows.gated import gated
@@ -59,6 +91,10 @@ for shape in ((1, 32), (3, 5, 96), (50, 128)):  # the last is more than a progra
         for got, want in ((made, wanted), (dz, exact)):
             assert got.dtype == dtype and (got - want).abs().max() <= bound * want.abs().max(), (shape, dtype)
 """
+
+
+def test_scaled_vectors_and_both_gradients_equal_float64() -> None:
+    interpret(SCALED)
 
 
 def test_the_gated_half_equals_float64() -> None:

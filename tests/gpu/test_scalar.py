@@ -402,7 +402,7 @@ def test_packed_compiles_as_one_graph_and_passes_opcheck() -> None:
     for delta, segments, packed in ((True, 2, None), (False, 2, None), (True, 1, cu)):
         state = None if packed is None else tensors[6]
         torch.library.opcheck(
-            torch.ops.axes.scalar_chain, (*tensors[:6], state, packed, delta, False, segments, True),
+            torch.ops.axes.scalar_chain, (*tensors[:6], None, state, packed, delta, False, segments, True),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 

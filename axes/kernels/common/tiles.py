@@ -111,6 +111,13 @@ def floored(log):
 
 
 @triton.jit
+def apart(strength):
+    """A strength held away from zero, by which others are divided: 2^-24, less than float32 rounding of what it scales.
+    A NaN stays one."""
+    return tl.where(tl.abs(strength) < 5.9604644775390625e-08, 5.9604644775390625e-08, strength)
+
+
+@triton.jit
 def decay(late, early, keep):
     """exp(late - early) where keep, else 0: masked before exp."""
     return tl.exp(tl.where(keep, late - early, float("-inf")))

@@ -49,6 +49,12 @@ def floored(log):
     return gl.maximum(log, -100.0, propagate_nan=_ALL)
 
 
+@gluon.jit
+def apart(strength):
+    """`tiles.apart`: a strength held away from zero, by which others are divided."""
+    return gl.where(gl.abs(strength) < 5.9604644775390625e-08, 5.9604644775390625e-08, strength)
+
+
 # ---- meetings --------------------------------------------------------------------------------------------------------
 
 

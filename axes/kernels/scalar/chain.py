@@ -1,8 +1,9 @@
 """The chain with a scalar gate, exact, forward and backward: retention, Mamba-2, DeltaNet, gated DeltaNet and kin.
 
     S_t = e^{g_t} S_{t-1} + beta_t (v_t - [delta] S' a_t) k_t^T,     o_t = S_t q_t,
-S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True. The mathematics is with the kernels, in
-`delta` and `write`; the cut of the tokens into units is in `sizes`, the launches in `launches`, the entry here.
+S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; or with two strengths (write_t v_t - beta_t S' k_t) k_t^T (Comba). The
+mathematics is with the kernels, in `delta` and `write`; the cut of the tokens into units is in `sizes`, the launches in
+`launches`, the entry here.
 
 Few heads and many tokens: the tokens of an entry are cut into segments that run side by side. A segment's map of states
 is affine, X -> W X + b; one pass finds W and b of every segment, a small kernel carries the state from segment to
@@ -56,6 +57,12 @@ def _delta_pair(x: Chain) -> tuple[Any, Any]:
     return delta_forward, delta_backward
 
 
+def takes_two(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether the kernels of rule "delta" take a strength of writes beside that of erases: those for Hopper, where a
+    quotient of the two has bfloat16's range."""
+    return v.dtype == torch.bfloat16 and cu_seqlens is None and GLUON and hopper.fits(q, v)
+
+
 def in_halves(q: Tensor, v: Tensor, rule: str, cu_seqlens: Tensor | None) -> bool:
     """Whether the Hopper kernel of rule "write" computes a chain whose values are twice as wide as it takes: rows of a
     state never meet there, so that the halves of a head are two that share its key, gate and strength."""
@@ -99,8 +106,9 @@ def _present(g: Tensor | None, delta: bool, segments: int) -> tuple[bool, ...]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, segments: int, record: bool,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
+    write: Tensor | None, start: Tensor | None, cu: Tensor | None, delta: bool, early: bool, segments: int,
+    record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, final, and those of `_present`."""
     if v.numel() == 0:
@@ -113,22 +121,24 @@ def _forward(
         runs = torch.empty_like(g)
         if delta and made.S > 1:
             spans = q.new_empty(made.units, v.shape[2], 2, dtype=torch.int32)
-    x = Chain(q, k, v, beta, g, erase, early, runs, spans, cut=made, record=record)
+    x = Chain(q, k, v, beta, g, erase, early, runs, spans, cut=made, record=record, write=write)
     with on_device(q):
         o, final, m, p, starts, maps = (_delta_pair(x)[0] if delta else write_forward)(x, start)
     if made.S > 1:
         final = final.view(-1, made.S, *final.shape[1:])[:, -1].clone(memory_format=torch.contiguous_format)
     if contain.PICKED:
-        rule = "delta" if delta else "write"
+        rule = "write" if not delta else "delta" if write is None else "two"
         with on_device(q):
-            contain.contain(o, final, q, k, v, beta, g, start, made.offsets, made.chunk, rule, erase, early=early)
+            contain.contain(
+                o, final, q, k, v, beta, g, start, made.offsets, made.chunk, rule, erase, write, early=early
+            )
     if not record:
         return o, final, []
     held: tuple[Any, ...] = (runs, spans, m, p, starts, maps)
     return o, final, [y for y, given in zip(held, _present(g, delta, made.S), strict=True) if given]
 
 
-def _shapes(q, k, v, beta, g, erase, start, cu, delta, early, segments, record):
+def _shapes(q, k, v, beta, g, erase, write, start, cu, delta, early, segments, record):
     (b, t, _, d_k), (hv, d_v), c = q.shape, v.shape[2:], chunk_length(q.dtype)
     units, slots = extent(b, t, c, cu)
     o, final = torch.empty_like(v), q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
@@ -148,33 +158,35 @@ def _shapes(q, k, v, beta, g, erase, start, cu, delta, early, segments, record):
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None, start: Tensor | None,
-    cu: Tensor | None, delta: bool, early: bool, segments: int,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, erase: Tensor | None,
+    write: Tensor | None, start: Tensor | None, cu: Tensor | None, delta: bool, early: bool, segments: int,
     kept: list[Tensor], do: Tensor | None, dfinal: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     if v.numel() == 0:
-        zeros = [None if y is None else torch.zeros_like(y) for y in (q, k, v, beta, g, erase, start)]
+        zeros = [None if y is None else torch.zeros_like(y) for y in (q, k, v, beta, g, erase, write, start)]
         return [*zeros[:-1], zeros[-1] if dfinal is None else dfinal.clone()]  # type: ignore[list-item]
     do = torch.zeros_like(v) if do is None else do
     made, rest = _cut(q, v, beta, erase, cu, delta, early, segments), iter(kept)
     held = (next(rest) if given else None for given in _present(g, delta, made.S))
     runs, spans, m, p, starts, maps = held
-    x = Chain(q, k, v, beta, g, erase, early, runs, spans, cut=made)
+    x = Chain(q, k, v, beta, g, erase, early, runs, spans, cut=made, write=write)
     first = start if starts is None else starts
     with on_device(q):
         if delta:
             dq, dk, da, dv, dbeta, dg, dstart = _delta_pair(x)[1](x, m, p, first, maps, do, dfinal)
+            da, dwrite = (da, None) if write is None else (None, da)
         else:
             dq, dk, da, dv, dbeta, dg, dstart = write_backward(x, first, do, dfinal)
+            dwrite = None
     if made.S > 1:
         dstart = dstart.view(-1, made.S, *dstart.shape[1:])[:, 0].clone(memory_format=torch.contiguous_format)
     if v.shape[2] > q.shape[2]:
         group = (*q.shape[:3], v.shape[2] // q.shape[2], q.shape[3])
         dq, dk, da = (None if y is None else y.view(group).sum(3) for y in (dq, dk, da))
-    return [dq, dk, dv, dbeta, dg, da, dstart]
+    return [dq, dk, dv, dbeta, dg, da, dwrite, dstart]
 
 
-_chain = Differentiable("scalar_chain", _forward, _backward, _shapes, gradients=7, missing=True)
+_chain = Differentiable("scalar_chain", _forward, _backward, _shapes, gradients=8, missing=True)
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -193,6 +205,7 @@ def scalar_chain(
     early: bool = False,
     cu_seqlens: Tensor | None = None,
     segments: int | None = None,
+    write: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """S_t = e^{g_t} S_{t-1} + beta_t (v_t - [rule "delta"] S' a_t) k_t^T and o_t = S_t q_t, the exact recurrence.
 
@@ -200,6 +213,7 @@ def scalar_chain(
     h // (HV / H). K, V from 1 to 256, any T. beta (B, T, HV) strengths, 0 to 2 for unit keys, None for ones; g
     (B, T, HV) logs of gates, at most 0, floored at -100, None for no gate. rule "write": nothing is erased. "delta":
     S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; a_t = k_t, or erase (B, T, H, K) in q's dtype.
+    write (B, T, HV), where `takes_two` says so: strengths of what is written, beta then being of what is erased.
     cu_seqlens (U + 1,) int32 or int64 with B = 1: offsets 0, ..., T of U packed sequences; else U = B.
     initial_state (U, HV, V, K) or None for zero. segments: in how many pieces an entry's tokens run side by side (not
     with cu_seqlens); None chooses from the sizes alone. Returns o (B, T, HV, V) in v's dtype and the final state
@@ -216,6 +230,13 @@ def scalar_chain(
     check_like(who, "erase", erase, tuple(q.shape), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")
+    if write is not None:
+        check_like(who, "write", write, tuple(v.shape[:3]), q.device)
+        if rule != "delta" or beta is None or erase is not None or early or not takes_two(q, v, cu_seqlens):
+            raise ShapeError(
+                f"{who}: write has a strength of its own beside beta, by rule 'delta' without erase keys and early, in "
+                "bfloat16 of 64 or 128 entries on a Hopper GPU; elsewhere scale v, and give erase keys"
+            )
     halves = 2 if in_halves(q, v, rule, cu_seqlens) else 1
     shape = v.shape
     if halves > 1:
@@ -224,7 +245,7 @@ def scalar_chain(
         initial_state = None if initial_state is None else initial_state.reshape(shape[0], *v.shape[2:], q.shape[3])
     o, final = _chain(
         q.contiguous(), k.contiguous(), v.contiguous(), _float(beta), _float(g),
-        None if erase is None else erase.contiguous(), _float(initial_state), cu_seqlens,
+        None if erase is None else erase.contiguous(), _float(write), _float(initial_state), cu_seqlens,
         rule == "delta", early, segments or 0,
     )  # fmt: skip
     if halves > 1:

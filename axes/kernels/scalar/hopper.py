@@ -10,6 +10,8 @@ before, which a warpgroup has in registers, and the right one a tile of the inpu
 one or two warpgroups own 64 of its values each and never talk; one more makes P ahead of them, one warp feeds them all.
 A unit is a batch entry, or one of its segments of whole chunks: a row of tiles further down in the same tensors. Sizes
 are arguments, never constants: one binary for every number of heads.
+Two strengths, c of writes and beta of erases: V is multiplied by c / beta, beta held away from zero, so that c V is
+written.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from axes.kernels.common.gluon import (
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.versions import hopper_refusal
-from axes.kernels.common.warpgroup import add, floored, left_layout, product_layout, retire, segment, times
+from axes.kernels.common.warpgroup import add, apart, floored, left_layout, product_layout, retire, segment, times
 from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
-_NUMBERS = gl.constexpr(4)  # rows of a chunk's per-token numbers: e^G, beta, e^(G_last - G), G log2 e
+_NUMBERS = gl.constexpr(4)  # rows of a chunk's per-token numbers: e^G, beta, e^(G_last - G) or c / beta, G log2 e
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 
 
@@ -47,8 +49,8 @@ _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 @Kernel
 @gluon.jit(do_not_specialize=_SIZES)
 def _prepare(
-    k_tiles, w_tiles, beta, g, numbers, runs, bounds, T, S, L, N, H,
-    GATED: gl.constexpr, CUT: gl.constexpr,
+    k_tiles, w_tiles, beta, write, g, numbers, runs, bounds, T, S, L, N, H,
+    GATED: gl.constexpr, CUT: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """W and the per-token numbers of one chunk of one head; CUT: G as it is and the log of a bound on how far the
     chunk's map stretches a state, for the maps of segments."""
@@ -72,6 +74,8 @@ def _prepare(
     token = first + gl.arange(0, _C, layout=line)
     at = (b.to(gl.int64) * T + token) * H + h
     strength = gl.load(beta + at, mask=token < T, other=0.0)
+    if TWO:
+        strength = apart(strength)
     if GATED:
         log = floored(gl.load(g + at, mask=token < T, other=0.0))
         run = gl.associative_scan(log, 0, add)
@@ -82,7 +86,10 @@ def _prepare(
     to = numbers + pid.to(gl.int64) * (_NUMBERS * _C) + gl.arange(0, _C, layout=line)
     gl.store(to, gl.exp(run))
     gl.store(to + _C, strength)
-    gl.store(to + 2 * _C, gl.exp(total - run))
+    if TWO:
+        gl.store(to + 2 * _C, gl.load(write + at, mask=token < T, other=0.0) / strength)
+    else:
+        gl.store(to + 2 * _C, gl.exp(total - run))
     if CUT and GATED:
         gl.store(runs + at, run, mask=token < T)
     run = run * 1.4426950408889634  # log2 e
@@ -179,7 +186,7 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
 @gluon.jit
 def _advance(
     W: gl.constexpr, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H,
-    WIDE: gl.constexpr, STARTED: gl.constexpr,
+    WIDE: gl.constexpr, STARTED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 values of one head through time."""
     keys, queries, inverses, values, numbers = stages
@@ -214,6 +221,8 @@ def _advance(
         value = values.index(stage * WIDE + W).reshape([_C, _C]).permute((1, 0)).load(square).to(gl.float32)
         reach = number.index(0).load(gl.SliceLayout(0, square))[None, :]
         total = number.index(0).slice(_C - 1, 1).load(gl.SliceLayout(0, wide))[None, :]
+        if TWO:
+            value = number.index(2).load(gl.SliceLayout(0, square))[None, :] * value
         known = warpgroup_mma_wait(0, [known])
         missing = gl.convert_layout((value - reach * known).to(DTYPE), left)
         u = times(missing, inverses.index(stage).permute((1, 0)), _C)
@@ -221,7 +230,11 @@ def _advance(
         u = warpgroup_mma_wait(1, [u])
         u = number.index(1).load(gl.SliceLayout(0, square))[None, :] * u
         # the state first: the next chunk waits for it
-        rest = number.index(2).load(gl.SliceLayout(0, square))[None, :]
+        if TWO:  # its row has the ratios
+            last = number.index(3).slice(_C - 1, 1).load(gl.SliceLayout(0, square))
+            rest = gl.exp2(last - number.index(3).load(gl.SliceLayout(0, square)))[None, :]
+        else:
+            rest = number.index(2).load(gl.SliceLayout(0, square))[None, :]
         kept = gl.convert_layout((rest * u).to(DTYPE), left)
         state = warpgroup_mma(kept, key, state * total, is_async=True)
         given = gl.convert_layout(u.to(DTYPE), left)
@@ -246,7 +259,7 @@ def _advance(
 def _chain(
     q_tiles, k_tiles, v_tiles, w_tiles, p_tiles, number_rows, o_tiles, start, final, S, L, N, H,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr, ADVANCE: gl.constexpr, SCORE: gl.constexpr,
-    STARTED: gl.constexpr, RECORD: gl.constexpr,
+    STARTED: gl.constexpr, RECORD: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """o and the final state of one head of one unit."""
     K: gl.constexpr = k_tiles.block_shape[2]
@@ -275,8 +288,8 @@ def _chain(
     if WIDE == 2:
         gl.warp_specialize(
             [
-                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED)),
-                (_advance, (1, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED)),
+                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED, TWO)),
+                (_advance, (1, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED, TWO)),
                 (_score, (p_tiles, squares, stages, bars, N, RECORD)),
                 (_feed, (tiles, stages, filled, freed, S, L, N, H, WIDE)),
             ],
@@ -286,7 +299,7 @@ def _chain(
     else:
         gl.warp_specialize(
             [
-                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED)),
+                (_advance, (0, o_tiles, outs, squares, stages, bars, start, final, S, L, N, H, WIDE, STARTED, TWO)),
                 (_score, (p_tiles, squares, stages, bars, N, RECORD)),
                 (_feed, (tiles, stages, filled, freed, S, L, N, H, WIDE)),
             ],
@@ -319,35 +332,37 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 def prepare(
     k: Tensor, beta: Tensor, g: Tensor | None, segments: int = 1, length: int | None = None,
-    runs: Tensor | None = None, bounds: Tensor | None = None,
+    runs: Tensor | None = None, bounds: Tensor | None = None, write: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """W (units, H, N, 64, 64) and the per-token numbers of every chunk, from k (B, T, H, D), beta and g (B, T, H).
 
     An entry's T tokens are `segments` units of `length` tokens, a multiple of 64 where there is more than one; the last
     may be shorter. runs (B, T, H) and bounds (units * H * N), both or neither, receive cumulative gates and the logs of
-    bounds on how far chunks' maps stretch a state.
+    bounds on how far chunks' maps stretch a state. write: strengths of writes; beta is then of erases alone.
     """
     b, t, h, d = k.shape
+    beta = aligned(beta)
     length = t if length is None else length
     n = cdiv(length, 64)
     w = k.new_empty(b * segments, h, n, 64, 64)
     numbers = beta.new_empty(b * segments, h, n, 4, 64)
     _prepare[(b * segments * h * n,)](
-        token_tiles(k, d), matrix_tiles(w), aligned(beta), aligned(beta if g is None else g), numbers, runs, bounds,
-        t, segments, length, n, h, GATED=g is not None, CUT=runs is not None, num_warps=4,
+        token_tiles(k, d), matrix_tiles(w), beta, beta if write is None else aligned(write),
+        aligned(beta if g is None else g), numbers, runs, bounds,
+        t, segments, length, n, h, GATED=g is not None, CUT=runs is not None, TWO=write is not None, num_warps=4,
     )  # fmt: skip
     return w, numbers
 
 
 def chain(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, numbers: Tensor, start: Tensor | None,
-    segments: int = 1, length: int | None = None, record: bool = True,
+    segments: int = 1, length: int | None = None, record: bool = True, two: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the final states of all units, and P of every chunk, (units, H, N, 64, 64): empty without `record`.
 
     S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`; w
-    and numbers from `prepare` with the same units; start and final (units, H, D, D) float32, rows are values; all
-    contiguous. Raises nothing: whoever calls it has checked.
+    and numbers from `prepare` with the same units, and `two` strengths or one; start and final (units, H, D, D)
+    float32, rows are values; all contiguous. Raises nothing: whoever calls it has checked.
     """
     b, t, h, d = q.shape
     units, _, n = w.shape[:3]
@@ -358,6 +373,6 @@ def chain(
         token_tiles(q, d), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w), matrix_tiles(p if record else w),
         number_tiles(numbers), token_tiles(o, 64), final if start is None else aligned(start), final,
         segments, length, n, h,
-        STARTED=start is not None, RECORD=record, num_warps=4, **_LAUNCH[d],
+        STARTED=start is not None, RECORD=record, TWO=two, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip
     return o, final, p

@@ -18,6 +18,11 @@ Rounding: what cancels in dg cancels in rounded numbers too. b = p m, p a power 
 the rows of Y, rounded once for both sides of every pair of tokens (A m (p k) in dq, (p k) . (A m)^T Q in dg),
 db = k . (m Y) / m, and <X', dX'> is e^G_last <X, dX'> plus what the chunk wrote.
 Memory: X of every chunk; w lies in dv until s takes its place.
+
+Two strengths (Comba), c of writes and b of erases, are the same with c / b V in the place of V, b held away from zero:
+    dv = c / b s        dc = v . s / b        db = k . (-(E b) K - e^G (s X)) / b
+All that an erase's key receives has the factor b, s has it too: nothing cancels before b is divided out, which k . dk
+less k . b Y would.
 """
 
 from __future__ import annotations
@@ -43,8 +48,9 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import floored
+from axes.kernels.common.tiles import apart, floored
 from axes.kernels.common.warpgroup import add, published, retire, segment
+from axes.kernels.common.warpgroup import apart as kept_apart
 
 _CHUNK = 64
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
@@ -56,8 +62,9 @@ _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 @Kernel
 @triton.jit(do_not_specialize=_SIZES[:-1])
 def _states(
-    k, v, beta, g, m, start, states, written, rows, T, S, L, N,
+    k, v, beta, write, g, m, start, states, written, rows, T, S, L, N,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, STARTED: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
     """Serial over chunks for one head and BV values: X and w of every chunk, its gates and strengths."""
     pid = tl.program_id(0).to(tl.int64)
@@ -83,6 +90,9 @@ def _states(
         values = tl.load(v + row + e[None, :], mask=inside[:, None], other=0.0)
         inverse = tl.load(m + slot * C * C + square)
         strength = tl.load(beta + here, mask=inside, other=0.0)
+        if TWO:
+            strength = apart(strength)
+            values = values * (tl.load(write + here, mask=inside, other=0.0) / strength)[:, None]
         run = tl.zeros([C], dtype=tl.float32)
         total = 0.0
         if GATED:
@@ -149,7 +159,7 @@ def _barrier():
 def _copies(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
     keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-    near, solve, middle, late, solved, taken, sent, done, S, L, N, H,
+    near, solve, middle, late, solved, taken, sent, done, S, L, N, H, TWO: gl.constexpr,
 ):  # fmt: skip
     """One warp: every copy between memory and tiles, in the order in which the products need and free them."""
     C: gl.constexpr = keys2.shape[1]
@@ -169,7 +179,7 @@ def _copies(
         _fetch(k, [b, ahead, column], near.index(1 - turn), keys2.index(1 - turn), more)
         _fetch(do, [b, ahead, column], near.index(1 - turn), douts2.index(1 - turn), more)
         mbarrier.wait(solved, turn, pred=step >= 0)
-        if step >= 0:
+        if step >= 0 and not TWO:
             _send(dv_out, [b, now, column], chain1.index(0))
         mbarrier.expect(solve, 2 * C * C * 2, pred=more)
         _fetch(m, [(slot - 1) * C, 0], solve, inverse1.index(0), more)
@@ -190,7 +200,10 @@ def _copies(
 
 
 @gluon.jit
-def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.constexpr):
+def _sums(
+    sums, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H,
+    GATED: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
     """One warp: the gradients of strengths and gates, from sums over keys that the products' warps left."""
     C: gl.constexpr = sums.shape[1]
     PARTS: gl.constexpr = sums.shape[2]
@@ -205,7 +218,14 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
         log = gl.load(g + there, mask=token < T, other=0.0)
         mbarrier.wait(done, step & 1)
         dstrength = gl.convert_layout(gl.sum(sums.index(0).load(pair), 1), line)
-        dstrength /= _scale(gl.load(beta + there, mask=token < T, other=1.0))
+        strength = gl.load(beta + there, mask=token < T, other=1.0)
+        if TWO:  # of the erase alone: k . what its key receives, in which every number has the factor b
+            strength = kept_apart(strength)
+            dstrength = dstrength / strength
+            by_value = gl.convert_layout(gl.sum(sums.index(3).load(pair), 1), line)
+            gl.store(dwrite + there, by_value / strength, mask=token < T)
+        else:
+            dstrength /= _scale(strength)
         gl.store(dbeta + there, dstrength, mask=token < T)
         if GATED:
             change = gl.convert_layout(gl.sum(sums.index(1).load(pair), 1), line)
@@ -220,7 +240,8 @@ def _sums(sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED: gl.cons
 def _products(
     keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
     near, solve, middle, late, solved, taken, sent, done,
-    sums, counted, rows, dfinal, dstart, N, GATED: gl.constexpr,
+    sums, counted, rows, dfinal, dstart, v, write, dv, T, S, L, N, H,
+    GATED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """Every product. In registers: dX, in float32. Tiles are rewritten in place once their last reader is done.
 
@@ -236,6 +257,7 @@ def _products(
     full: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # (D, D)
     down: gl.constexpr = gl.SliceLayout(1, wide)
     bh = gl.program_id(0)
+    b, first = segment(bh // H, S, L)
     block = gl.arange(0, D, gl.SliceLayout(1, full))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, full))[None, :]
     public = bh.to(gl.int64) * (D * D)
     grad = gl.load(dfinal + public + block)
@@ -294,7 +316,17 @@ def _products(
         a = warpgroup_mma_wait(1, deps=[a])
         reads.store((a * decay).to(half))
         dout = (reach[:, None] * douts.load(wide).to(gl.float32)).to(half)
+        if TWO:
+            token = gl.arange(0, C, down) + (n * C + first)
+            place = (b * T + token).to(gl.int64) * H + bh % H
+            spot = place[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
+            there = token < T
+            value = gl.load(v + spot, mask=there[:, None], other=0.0)
+            ratio = gl.load(write + place, mask=there, other=0.0) / strength  # which is `apart`
         s = warpgroup_mma_wait(0, deps=[s])
+        if TWO:
+            gl.store(dv + spot, (ratio[:, None] * s).to(half), mask=there[:, None])
+            dwrite = _own(value.to(gl.float32) * s, C, D)
         y = warpgroup_mma(wrote, later, zero_wide, use_acc=False, is_async=True)
         barrier()
         douts.store(dout)
@@ -336,12 +368,15 @@ def _products(
         # dq, dk; <X, dX'>; dX is the next dX'
         dq = warpgroup_mma(douts, state, zero_wide, use_acc=False, is_async=True)
         dq = warpgroup_mma(reads, strong, dq, is_async=True)
-        dk = warpgroup_mma(erases, strong, y, is_async=True)
+        if TWO:  # what comes from erases by itself: it is as small as their strengths
+            dk = warpgroup_mma(erases, strong, zero_wide, use_acc=False, is_async=True)
+        else:
+            dk = warpgroup_mma(erases, strong, y, is_async=True)
         dk = warpgroup_mma(chain, state, dk, is_async=True)
         if GATED:
             for part in gl.static_range(D // C):
-                first = state.slice(part * C, C).load(wide).to(gl.float32)
-                passed += gl.exp(total) * _own(first * later.slice(part * C, C).load(wide).to(gl.float32), C, D)
+                before = state.slice(part * C, C).load(wide).to(gl.float32)
+                passed += gl.exp(total) * _own(before * later.slice(part * C, C).load(wide).to(gl.float32), C, D)
             barrier()
         grad = warpgroup_mma_wait(4, deps=[grad])
         later.store(grad.to(half))
@@ -349,11 +384,16 @@ def _products(
         if GATED:
             change += _own(queries.load(wide).to(gl.float32) * dq, C, D)
         dk = warpgroup_mma_wait(0, deps=[dk])
+        if TWO:
+            dstrength = _own(keys.load(wide).to(gl.float32) * dk, C, D)
+            dk += y
         if GATED:
             change += _own(keys.load(wide).to(gl.float32) * dk, C, D)
         mbarrier.wait(counted, 1 - turn, pred=step > 0)
         barrier()
         sums.index(0).store(gl.sum(dstrength, 2))
+        if TWO:
+            sums.index(3).store(gl.sum(dwrite, 2))
         if GATED:
             sums.index(1).store(gl.sum(change, 2))
             sums.index(2).store(gl.sum(passed, 2))
@@ -368,8 +408,8 @@ def _products(
 @gluon.jit(do_not_specialize=_SIZES)
 def _gradients(
     q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
-    rows, beta, g, dfinal, dstart, dbeta, dg, T, S, L, N, H,
-    D: gl.constexpr, GATED: gl.constexpr,
+    rows, beta, g, dfinal, dstart, dbeta, dg, v, write, dv, dwrite, T, S, L, N, H,
+    D: gl.constexpr, GATED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """All gradients of one head of a unit, chunks from the last: warps that multiply, one that sums, one that copies.
 
@@ -401,20 +441,20 @@ def _gradients(
     taken = _barrier()  # w is free
     done = _barrier()  # q, X are free and dq, dk are in their tiles
     counted = _barrier()  # the sums are free
-    sums = gl.allocate_shared_memory(gl.float32, [3, C, D // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    sums = gl.allocate_shared_memory(gl.float32, [3 + TWO, C, D // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     published()
     gl.warp_specialize(
         [
             (_products, (
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
                 near, solve, middle, late, solved, taken, sent, done,
-                sums, counted, rows, dfinal, dstart, N, GATED,
+                sums, counted, rows, dfinal, dstart, v, write, dv, T, S, L, N, H, GATED, TWO,
             )),
-            (_sums, (sums, done, counted, beta, g, dbeta, dg, T, S, L, N, H, GATED)),
+            (_sums, (sums, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H, GATED, TWO)),
             (_copies, (
                 q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
                 keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-                near, solve, middle, late, solved, taken, sent, done, S, L, N, H,
+                near, solve, middle, late, solved, taken, sent, done, S, L, N, H, TWO,
             )),
         ],
         [1, 1],
@@ -448,12 +488,14 @@ _LAUNCH = {64: _Launch(4, 3, 64, 4), 128: _Launch(4, 3, 64, 8)}  # by width
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None,
     m: Tensor, p: Tensor, do: Tensor, dfinal: Tensor, segments: int = 1, length: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients (dq, dk, dv, dbeta, dg, dstart) of the gated delta rule from those of its outputs.
+    write: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients (dq, dk, dv, dbeta, dg, dstart, dwrite) of the gated delta rule from those of its outputs.
 
     q, k, v, do (B, T, H, D) in bf16 or fp16, D 64 or 128; beta, g (B, T, H) float32, g log gates or None (dg is then
     empty); start (units, H, D, D) float32 or None; m = W and p = P (units, H, N, 64, 64) as the forward saved them;
-    dfinal (units, H, D, D) float32. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
+    dfinal (units, H, D, D) float32. write: strengths of writes, like beta, which is then of erases alone; or None,
+    and dwrite is. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
     """
     b, t, h, d = q.shape
     units, _, n = m.shape[:3]
@@ -467,18 +509,19 @@ def backward(
     gated = g is not None
     dg = torch.empty_like(beta) if gated else beta.new_empty(0)
     k, v, beta, dfinal = aligned(k), aligned(v), aligned(beta), aligned(dfinal)
-    gate = beta if g is None else aligned(g)
+    gate, strong = beta if g is None else aligned(g), beta if write is None else aligned(write)
+    dwrite = None if write is None else torch.empty_like(beta)
     written = dv  # w of a chunk is read before that chunk's dv is written
     _states[(units * h * parts,)](
-        k, v, beta, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
-        H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None,
+        k, v, beta, strong, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
+        H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None, TWO=write is not None,
         num_warps=setting.warps, num_stages=setting.stages,
     )  # fmt: skip
     _gradients[(units * h,)](
         token_tiles(q, d), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d),
         matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
         token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
-        rows, beta, gate, dfinal, dstart, dbeta, dg, *sizes,
-        D=d, GATED=gated, num_warps=setting.multiply,
+        rows, beta, gate, dfinal, dstart, dbeta, dg, v, strong, dv, beta if dwrite is None else dwrite, *sizes,
+        D=d, GATED=gated, TWO=write is not None, num_warps=setting.multiply,
     )  # fmt: skip
-    return dq, dk, dv, dbeta, dg, dstart
+    return dq, dk, dv, dbeta, dg, dstart, dwrite

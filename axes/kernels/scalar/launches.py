@@ -41,6 +41,7 @@ class Chain(NamedTuple):
     spans: Tensor | None  # of gated segments: `scalar_tiles.spans`
     cut: Cut
     record: bool = True  # whether a backward may follow
+    write: Tensor | None = None  # strengths of writes; beta is then of erases alone. On Hopper's kernels
 
     def common(self, kernel: str, **more: Any) -> dict[str, Any]:
         """Arguments of kernels of the chain, by name, and more."""
@@ -193,28 +194,37 @@ def hopper_delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     assert x.beta is not None
     maps, bounds, cut = None, _bounds(x), x.cut
     runs = None if bounds is None else x.runs
-    w, numbers = hopper.prepare(x.k, x.beta, x.g, cut.S, cut.L, runs, bounds)
+    w, numbers = hopper.prepare(x.k, x.beta, x.g, cut.S, cut.L, runs, bounds, x.write)
     shape = (cut.slots, x.v.shape[2], *w.shape[3:])
     if cut.S > 1:
         _find_spans(x, bounds)
-        start, maps = segment_starts(x, w.view(shape), start, columns=True)
-    o, final, p = hopper.chain(x.q, x.k, x.v, w, numbers, start, cut.S, cut.L, x.record)
+        start, maps = segment_starts(_of_erases(x), w.view(shape), start, columns=True)
+    o, final, p = hopper.chain(x.q, x.k, x.v, w, numbers, start, cut.S, cut.L, x.record, x.write is not None)
     return o, final, w.view(shape), p.view(shape) if x.record else p, start, maps
+
+
+def _of_erases(x: Chain) -> Chain:
+    """The same states by one strength: values as large as their writes are to the erases."""
+    if x.write is None:
+        return x
+    assert x.beta is not None
+    beta = torch.where(x.beta.abs() < 2.0**-24, 2.0**-24, x.beta)  # `tiles.apart`
+    return x._replace(v=(x.v * (x.write / beta)[..., None]).to(x.v.dtype), beta=beta, write=None)
 
 
 def hopper_delta_backward(
     x: Chain, w: Tensor, p: Tensor, start: Tensor | None, maps: Tensor | None, do: Tensor, dfinal: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """As `delta_backward`."""
+    """As `delta_backward`, and the gradient of the writes' strengths in the place of that of erase keys."""
     assert x.beta is not None
     shape = (x.cut.units, x.v.shape[2], x.cut.N, *w.shape[2:])
     if maps is not None:
         dfinal = segment_ends(x, w, p, maps, do, dfinal, columns=True)
     dfinal = x.state().zero_() if dfinal is None else dfinal
-    dq, dk, dv, dbeta, dg, dstart = hopper_backward.backward(
-        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal, x.cut.S, x.cut.L
+    dq, dk, dv, dbeta, dg, dstart, dwrite = hopper_backward.backward(
+        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal, x.cut.S, x.cut.L, x.write
     )
-    return dq, dk, None, dv, dbeta, None if x.g is None else dg, dstart
+    return dq, dk, dwrite, dv, dbeta, None if x.g is None else dg, dstart
 
 
 def _like(x: Tensor | None) -> Tensor | None:
