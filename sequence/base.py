@@ -58,9 +58,11 @@ torch.serialization.add_safe_globals([LayerState])  # a saved state loads with w
 class Across(Protocol):
     """Who knows the tokens of a sequence that other processes hold: `axes.parallel`.
 
-    repeats: whether a call like one before asks for the same exchanges again, and reads nothing on the host.
+    asks: whether a block may ask for `columns`, in the place of `tails`.  repeats: whether a call like one before asks
+    for the same exchanges again, and reads nothing on the host.
     """
 
+    asks: bool
     repeats: bool
 
     def tails(self, layer: SequenceLayer, x: Tensor, first: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
@@ -365,7 +367,8 @@ class SequenceLayer(nn.Module):
             return y, state
         if state is None and cu_seqlens is None and self._repeats(x):
             named = self.implementation or dispatch.chosen()
-            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, (x,), named, Same(self.update))
+            facts = named, Same(self.update), Same(self.across)
+            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, (x,), *facts)
             return made
         return self._run(x, state, cu_seqlens)
 
@@ -388,7 +391,7 @@ class SequenceLayer(nn.Module):
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         columns = None
-        if self.across is not None and fused.asks(self.around, x, self.implementation):
+        if self.across is not None and self.across.asks and fused.asks(self.around, x, self.implementation):
             columns = self.across.columns
         elif self.across is not None:
             before = self.across.tails(self, x, before)
@@ -505,8 +508,8 @@ class SequenceLayer(nn.Module):
             known.keep(found)
 
 
-def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same) -> Any:
-    """What names the layer's choice of an implementation, and its tuple, are facts of the call."""
+def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same, across: Same) -> Any:
+    """Facts of the call: what names an implementation, the layer's tuple, and who holds other tokens."""
     return layer._run(x, None, None)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from axes import catalogue, parallel
 from axes.kernels.common import line as lines
 from axes.models.options import accepted_options
+from axes.parallel import split as ways
 from tests.processes import joined, run
 
 TOKENS = 6
@@ -38,7 +39,11 @@ def _compare(name: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     cls = catalogue.get(name, axis="sequence").cls
     layer = cls(16, **accepted_options(cls, heads=1))
-    split = parallel.sequence(copy.deepcopy(layer), mesh)
+    split = copy.deepcopy(layer)
+    for _ in range(3):  # a line of a whole sequence that looks like a segment
+        split(torch.randn(1, TOKENS // 2, 16, requires_grad=True))[0].sum().backward()
+    split.zero_grad(set_to_none=True)
+    parallel.sequence(split, mesh)
     followed: list[object] = []
     follow = lines.Line.follow
     lines.Line.follow = lambda self, *given: followed.append(self) or follow(self, *given)  # type: ignore[func-returns-value, method-assign]
@@ -69,5 +74,6 @@ def _compare(name: str) -> None:
 
 if __name__ == "__main__":
     with joined() as (_, names):
+        ways.PICKED = True
         for layer_name in names:
             _compare(layer_name)
