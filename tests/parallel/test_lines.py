@@ -41,7 +41,8 @@ def _compare(name: str) -> None:
     layer = cls(16, **accepted_options(cls, heads=1))
     split = copy.deepcopy(layer)
     for _ in range(3):  # a line of a whole sequence that looks like a segment
-        split(torch.randn(1, TOKENS // 2, 16, requires_grad=True))[0].sum().backward()
+        own = parallel.segment(torch.randn(1, TOKENS, 16), mesh).clone().requires_grad_()
+        split(own)[0].sum().backward()
     split.zero_grad(set_to_none=True)
     parallel.sequence(split, mesh)
     followed: list[object] = []
@@ -55,7 +56,7 @@ def _compare(name: str) -> None:
         x.requires_grad_()
         y, _ = layer._run(x, None, None)
         wanted = torch.autograd.grad(y, [x, *layer.parameters()], along)
-        own = parallel.segment(x.detach(), mesh).requires_grad_()
+        own = parallel.segment(x.detach(), mesh).clone().requires_grad_()
         mine, none = split(own)
         assert none is None
         found = torch.autograd.grad(mine, [own, *split.parameters()], parallel.segment(along, mesh))
