@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Never, Protocol
 
 import torch
@@ -56,10 +56,23 @@ torch.serialization.add_safe_globals([LayerState])  # a saved state loads with w
 
 
 class Across(Protocol):
-    """Who knows the tokens of a sequence that other processes hold: `axes.parallel`."""
+    """Who knows the tokens of a sequence that other processes hold: `axes.parallel`.
+
+    asks: whether a block may ask for `columns`, in the place of `tails`.  repeats: whether a call like one before asks
+    for the same exchanges again, and reads nothing on the host.
+    """
+
+    asks: bool
+    repeats: bool
 
     def tails(self, layer: SequenceLayer, x: Tensor, first: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         """What the tokens before these leave in the convolutions. first: before all tokens."""
+
+    def columns(
+        self, p: Tensor, places: Sequence[tuple[int, int, int]], first: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same for a block whose convolutions read columns of a product p (B, T, W): p, and of every place (last
+        tokens, first column, columns) what the tokens before have there. first: before all tokens, or nothing."""
 
     def recur(
         self, run: Callable[[Signal, State], tuple[Tensor, State]], signal: Signal, start: State
@@ -352,9 +365,10 @@ class SequenceLayer(nn.Module):
         if self.checkpoint and torch.is_grad_enabled():
             y, state = checkpoint(self._run, x, state, cu_seqlens, use_reentrant=False)
             return y, state
-        if state is None and cu_seqlens is None and self.across is None and self._repeats(x):
+        if state is None and cu_seqlens is None and self._repeats(x):
             named = self.implementation or dispatch.chosen()
-            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, (x,), named, Same(self.update))
+            facts = named, Same(self.update), Same(self.across)
+            made: tuple[Tensor, LayerState | None] = repeated(self, _run_alone, (x,), *facts)
             return made
         return self._run(x, state, cu_seqlens)
 
@@ -367,7 +381,7 @@ class SequenceLayer(nn.Module):
         """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
         if torch.compiler.is_compiling() or not x.numel() or self.check_finite:
             return False
-        if self.around.cell is not None or self._levels:
+        if self.around.cell is not None or self._levels or self.across is not None and not self.across.repeats:
             return False
         cls = type(self)
         own = cls._run is SequenceLayer._run and cls._recur is SequenceLayer._recur
@@ -376,9 +390,12 @@ class SequenceLayer(nn.Module):
     def _run(self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, LayerState | None]:
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
-        if self.across is not None:
+        columns = None
+        if self.across is not None and self.across.asks and fused.asks(self.around, x, self.implementation):
+            columns = self.across.columns
+        elif self.across is not None:
             before = self.across.tails(self, x, before)
-        signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation)
+        signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation, columns=columns)
         self._look({"x": x, **signal})
         begins = start is None and packing is None and self.across is None and self._levels
         if start is None:
@@ -491,8 +508,8 @@ class SequenceLayer(nn.Module):
             known.keep(found)
 
 
-def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same) -> Any:
-    """What names the layer's choice of an implementation, and its tuple, are facts of the call."""
+def _run_alone(layer: SequenceLayer, x: Tensor, named: str | None, update: Same, across: Same) -> Any:
+    """Facts of the call: what names an implementation, the layer's tuple, and who holds other tokens."""
     return layer._run(x, None, None)
 
 

@@ -17,9 +17,10 @@ the first call that needs it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -39,6 +40,9 @@ from axes.routes.precision import taken_in
 if TYPE_CHECKING:
     from axes.sequence.blocks import BlockModule
 
+# A product (B, T, W), places in it as (last tokens, first column, columns) and what stands there before all tokens, if
+# anything does -> the product, and what the tokens before have at every place
+Columns = Callable[[Tensor, Sequence[tuple[int, int, int]], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
 _ALIGNED = 8  # columns: rows of the product begin at multiples of 16 bytes
 
 
@@ -141,12 +145,14 @@ class Kernels(ABC):
     """How a block runs by its kernels: made once, without parameters, which are looked up at every call.
 
     refusal: why it does not, wherever it is.  taken: names of modules whose weights it takes, so that they must be what
-    they say and nothing else, and what each is.  frame: in which q and k leave, if any.
+    they say and nothing else, and what each is.  frame: in which q and k leave, if any.  asks: whether all that its
+    convolutions read of tokens before are columns of one product, which `enter` can ask for.
     """
 
     refusal: str | None
     taken: Mapping[str, type[nn.Module]]
     frame: Frame | None = None
+    asks: bool = False
 
     @property
     def token(self) -> Kernels:
@@ -155,9 +161,17 @@ class Kernels(ABC):
 
     @abstractmethod
     def enter(
-        self, around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+        self,
+        around: BlockModule,
+        x: Tensor,
+        tails: tuple[Tensor, ...],
+        packing: Packing | None,
+        columns: Columns | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
-        """`around.enter`; no tails stand for empty ones."""
+        """`around.enter`; no tails stand for empty ones.
+
+        columns: who knows the tokens before, if it `asks`; tails are then those before all tokens.
+        """
 
     @abstractmethod
     def leave(self, around: BlockModule, y: Tensor, kept: Any) -> Tensor:
@@ -201,6 +215,10 @@ class Fused(Kernels):
         refused += [why] if reads and (why := no_leave(reads.heads, reads.width, self._whole)) else []
         refused += ["the norm is over groups of heads, not over all of them"] if declared.exit.groups > 1 else []
         self.refusal = refused[0] if refused else None
+        self.asks = all(v.conv is None or v.down is None for v in vectors)
+        starts = itertools.accumulate((v.projection.rows for v in self.streams), initial=0)
+        convolved = [(v, at) for v, at in zip(self.streams, starts, strict=False) if v.conv is not None]
+        self.places = [(v.stream.conv - 1, at, v.projection.rows) for v, at in convolved]
 
     @property
     def token(self) -> Kernels:
@@ -211,7 +229,12 @@ class Fused(Kernels):
         return self.declared.exit.after or self.declared.exit.skip is not None
 
     def enter(
-        self, around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+        self,
+        around: BlockModule,
+        x: Tensor,
+        tails: tuple[Tensor, ...],
+        packing: Packing | None,
+        columns: Columns | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         from axes.kernels.blocks.enter import enter as kernel
         from axes.kernels.blocks.products import products
@@ -223,7 +246,10 @@ class Fused(Kernels):
         convs = _Convolutions(around, [*self.streams, *self.narrow], tails)
         if self.width:
             given = [*convs.parameters(self.streams), *_numbers(around, self.direct)]
-            results, ends = kernel(made.pop(0), self.plan, given, convs.before(self.streams), cu)
+            p, before = made.pop(0), convs.before(self.streams)
+            if columns is not None and self.places:
+                p, before = columns(p, self.places, before)
+            results, ends = kernel(p, self.plan, given, before, cu)
             convs.leave(self.streams, ends)
             rest = iter(results)
             signal.update({v.name: next(rest) for v in self.streams})
@@ -322,27 +348,41 @@ def enter(
     packing: Packing | None,
     implementation: str | None,
     token: bool = False,
+    columns: Columns | None = None,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
     """`around.enter` by the kernels where they take the block, or as asked for by name.
 
     tails: None for empty ones.  token: for `dispatch.step`; else the recurrence is that of `frame_of` what is kept,
-    if there is one.  Raises NoImplementation if "triton" is asked for and they do not take what is declared; a block
-    that declares nothing has one form, and the name is for its recurrence.
+    if there is one.  columns: as of `Kernels.enter`, where it is asked (`asks`).  Raises NoImplementation if "triton"
+    is asked for and they do not take what is declared; a block that declares nothing has one form, and the name is for
+    its recurrence.
     """
-    implementation = implementation or dispatch.chosen()
-    if implementation in (None, "triton") and x.numel():
-        dtype = taken_in(x)
-        reason = no_block_kernel(around, x.device, dtype)
-        if reason is None:
-            assert around.fused is not None
-            kernels = around.fused.token if token else around.fused
-            signal, ends, kept = kernels.enter(around, x.to(dtype), tails or (), packing)
-            return signal, ends, Kept(kept, kernels.frame)
-        if implementation == "triton" and around.fused is not None:
-            raise dispatch.NoImplementation(f"no Triton kernel for this block: {reason}. Use implementation='torch'")
+    kernels = _kernels(around, x, implementation or dispatch.chosen())
+    if kernels is not None:
+        kernels = kernels.token if token else kernels
+        signal, ends, kept = kernels.enter(around, x.to(taken_in(x)), tails or (), packing, columns)
+        return signal, ends, Kept(kept, kernels.frame)
     if tails is None:
         tails = around.tails(x.shape[0] if packing is None else packing.sequences, x)
     return around.enter(x, tails, packing)
+
+
+def asks(around: BlockModule, x: Tensor, implementation: str | None) -> bool:
+    """Whether `enter` asks for what its convolutions read of tokens before, by `columns`, and is not to be given it."""
+    kernels = _kernels(around, x, implementation or dispatch.chosen())
+    return kernels is not None and kernels.asks
+
+
+def _kernels(around: BlockModule, x: Tensor, implementation: str | None) -> Kernels | None:
+    """What enters in the place of `around.enter`, if anything does."""
+    if implementation not in (None, "triton") or not x.numel():
+        return None
+    reason = no_block_kernel(around, x.device, taken_in(x))
+    if reason is None:
+        return around.fused
+    if implementation == "triton" and around.fused is not None:
+        raise dispatch.NoImplementation(f"no Triton kernel for this block: {reason}. Use implementation='torch'")
+    return None
 
 
 def leave(around: BlockModule, y: Tensor, kept: Any) -> Tensor:

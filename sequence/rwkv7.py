@@ -24,7 +24,7 @@ from axes.routes.packed import Packing
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import SMALL, Block, BlockModule, behind, l2_normalise, last
 from axes.sequence.charts import Factory, Sizes
-from axes.sequence.fused import Kernels, module, parameter
+from axes.sequence.fused import Columns, Kernels, module, parameter
 
 _SUPPLIED = frozenset({"k", "v", "q", "a", "b"})
 _MIXED = ("r", "w", "k", "v", "a", "g")
@@ -170,7 +170,12 @@ class _TimeMixing(Kernels):
         self.plan = Plan((), (Numbers(keys, "sigmoid", _SLOWEST, biased=True),), keys)
 
     def enter(
-        self, around: BlockModule, x: Tensor, tails: tuple[Tensor, ...], packing: Packing | None
+        self,
+        around: BlockModule,
+        x: Tensor,
+        tails: tuple[Tensor, ...],
+        packing: Packing | None,
+        columns: Columns | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, ...], Any]:
         from axes.kernels.blocks.enter import enter
         from axes.kernels.blocks.removal import removal

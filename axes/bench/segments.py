@@ -108,7 +108,7 @@ def measure(layer: str, size: Architecture, length: int, device: torch.device) -
     # a group of its own: behind a sum of gradients, which waits for all, an adjoint that the others need would wait too
     group: Any = dist.new_group()
     parallel.sequence(alone, group)
-    spread = DistributedDataParallel(alone, device_ids=[device.index] if gpu else None)
+    spread = DistributedDataParallel(alone, device_ids=[device.index] if gpu else None, gradient_as_bucket_view=True)
     own = parallel.segment(windows, group, more=1)
     several, loss, held = timed(spread, own, True)
     mean = torch.tensor(loss, device=device)

@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axes.errors import AxesError, ShapeError, wrong_type
+from axes.kernels.common.line import called
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Place = tuple[int, int, int]  # last tokens of a product, its first column and how many columns
 _AHEAD = 64  # messages that may be on their way
 # What was sent, and perhaps not yet received: it is kept until then, whatever becomes of the layer that sent it.
-_GOING: WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, Sequence[Tensor]]]] = WeakKeyDictionary()
+_GOING: WeakKeyDictionary[dist.ProcessGroup, list[tuple[dist.Work, Tensor]]] = WeakKeyDictionary()
 
 
 @final
@@ -61,10 +63,9 @@ class Group:
 
     def gathered(self, x: Tensor) -> list[Tensor]:
         """What every process has; of one shape and dtype on all."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with self._speaking("gather what the others hold"):
-            dist.all_gather(parts, x.contiguous(), group=self.processes)
-        return parts
+        whole = x.new_empty(self.size * x.numel())
+        called(self._gather, whole, x.flatten())
+        return list(whole.view(self.size, *x.shape).unbind())
 
     def numbers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
         """Whole numbers of every process; the host waits for them."""
@@ -84,27 +85,46 @@ class Group:
         return received
 
     def shifted(self, sent: Sequence[Tensor], by: int) -> list[Tensor]:
-        """What the process `by` ranks before this one has, zeros where there is none. Who only sends does not wait,
-        and is ahead of the others until it receives, or `settle`s."""
-        received = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in sent]
-        held = [x.contiguous() for x in sent]
-        operations = []
-        for tensors, operation, other in ((held, dist.isend, self.rank + by), (received, dist.irecv, self.rank - by)):
-            if 0 <= other < self.size:
-                peer = dist.get_global_rank(self.processes, other)
-                operations += [dist.P2POp(operation, x, peer, self.processes) for x in tensors]
-        with self._speaking("exchange the ends of segments with its neighbours"):
-            works = dist.batch_isend_irecv(operations) if operations else []
-            if 0 <= self.rank - by < self.size:
-                for work in works:
-                    work.wait()
-            else:
-                self._going += [(work, held) for work in works]
-                self._wait(_AHEAD)
-        return received
+        """What the process `by` ranks before this one has, zeros where there is none: one message to and from each.
+        Who only sends does not wait, and is ahead of the others until it receives, or `settle`s."""
+        if len({x.dtype for x in sent}) > 1:
+            return [self.shifted([x], by)[0] for x in sent]
+        sends, receives = 0 <= self.rank + by < self.size, 0 <= self.rank - by < self.size
+        packed = _packed(sent) if sends else None
+        room = torch.empty if receives else torch.zeros
+        whole = room(sum(x.numel() for x in sent), dtype=sent[0].dtype, device=sent[0].device)
+        called(self._shift, packed, whole if receives else None, by)
+        parts = whole.split([x.numel() for x in sent])
+        return [part.view(x.shape) for part, x in zip(parts, sent, strict=True)]
 
     def settle(self) -> None:
         """Wait until what was sent is received: before a process may end, or sends what nothing answers."""
+        called(self._settle)
+
+    def settle_after_backward(self) -> None:
+        """In a backward: `settle` when it ends."""
+        called(torch.autograd.Variable._execution_engine.queue_callback, self._settle)
+
+    def _gather(self, whole: Tensor, x: Tensor) -> None:
+        with self._speaking("gather what the others hold"):
+            dist.all_gather_into_tensor(whole, x, group=self.processes)
+
+    def _shift(self, packed: Tensor | None, received: Tensor | None, by: int) -> None:
+        operations = []
+        for x, operation, other in ((packed, dist.isend, self.rank + by), (received, dist.irecv, self.rank - by)):
+            if x is not None:
+                peer = dist.get_global_rank(self.processes, other)
+                operations.append(dist.P2POp(operation, x, peer, self.processes))
+        with self._speaking("exchange the ends of segments with its neighbours"):
+            works = dist.batch_isend_irecv(operations) if operations else []
+            if received is not None:
+                for work in works:
+                    work.wait()
+            elif packed is not None:
+                self._going += [(work, packed) for work in works]
+                self._wait(_AHEAD)
+
+    def _settle(self) -> None:
         with self._speaking("send the end of its segment"):
             self._wait(0)
 
@@ -119,6 +139,11 @@ class Group:
         with self._speaking("exchange heads for tokens"):
             dist.all_to_all_single(received, sent.contiguous(), by, to, group=self.processes)
         return received
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """In one buffer, one after another."""
+    return torch.cat([x.flatten() for x in tensors]) if len(tensors) > 1 else tensors[0].flatten()
 
 
 def group_of(who: str, mesh: DeviceMesh | dist.ProcessGroup) -> Group:
@@ -148,11 +173,6 @@ def from_before(group: Group, first: Sequence[Tensor], sent: Sequence[Tensor]) -
     return received
 
 
-def settle_after_backward(group: Group) -> None:
-    """In a backward: what it sends is received when it ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(group.settle)
-
-
 class _FromBefore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -165,9 +185,47 @@ class _FromBefore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         sent = ctx.group.shifted(given, -1)
-        settle_after_backward(ctx.group)
+        ctx.group.settle_after_backward()
         own = given if ctx.group.first else tuple(torch.zeros_like(x) for x in given)
         return None, *own, *sent
+
+
+def columns_from_before(
+    group: Group, p: Tensor, places: Sequence[Place], first: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """p (B, T, W), and what the process before has in its own at these places; on the first process, `first`.
+
+    The gradient of p that comes back is added to in place: it is to be nobody else's, as that of a kernel is.
+    """
+    p, *before = cast(tuple[Tensor, ...], _ColumnsFromBefore.apply(group, tuple(places), p, *first))
+    if not torch.is_grad_enabled():
+        group.settle()
+    return p, before
+
+
+class _ColumnsFromBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, places: Sequence[Place], p: Tensor, *first: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.places, ctx.begins = group, places, bool(first)
+        received = group.shifted([_columns(p, place) for place in places], 1)
+        return p.view_as(p), *((x.clone() for x in first) if group.first else received)
+
+    @staticmethod
+    def backward(ctx: Any, dp: Tensor, *given: Tensor) -> Any:
+        group, places = ctx.group, [_columns(dp, place) for place in ctx.places]
+        sent = group.shifted(given or places, -1)  # the first process sends nothing
+        group.settle_after_backward()
+        if not group.last:
+            for place, more in zip(places, sent, strict=True):
+                place.add_(more)
+        if not ctx.begins:
+            return None, None, dp
+        return None, None, dp, *(given if group.first else map(torch.zeros_like, given))
+
+
+def _columns(p: Tensor, place: Place) -> Tensor:
+    tokens, column, columns = place
+    return p[:, p.shape[1] - tokens :, column : column + columns]
 
 
 def of_last(group: Group, x: Tensor) -> Tensor:

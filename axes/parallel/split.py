@@ -33,6 +33,10 @@ from axes.parallel.maps import Run
 from axes.routes.precision import own_precision
 from axes.sequence.base import Across, LayerState, SequenceLayer
 
+# Whether blocks by their kernels send columns of their product, and layers are followed as lines with their exchanges.
+# Right in Triton's interpreter over gloo; over NCCL tests/gpu/test_parallel.py has not been seen to pass.
+PICKED = False
+
 
 @final
 class Split(Across):
@@ -48,6 +52,8 @@ class Split(Across):
             )
         self.refused = maps.form(layer.update)
         self.by_maps = isinstance(self.refused, str)
+        self.asks = PICKED
+        self.repeats = PICKED and self.by_maps and not states  # of heads, numbers of tokens are read on the host
         shapes = layer.init_state(1, "meta").tails
         self.halo = max((x.shape[1] for x in shapes), default=0)
         self.heads = layer.memories[0]
@@ -72,16 +78,26 @@ class Split(Across):
     def tails(self, layer: SequenceLayer, x: Tensor, first: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
         if not self.halo:
             return None if first is None else tuple(first)
-        if x.shape[1] < self.halo:
-            raise ShapeError(
-                f"{self.who}: its convolutions read {self.halo} tokens of the process before, and this one "
-                f"({self.group.rank} of {self.group.size}) has a segment of {x.shape[1]}: split over fewer processes"
-            )
+        self._require_tokens(x.shape[1])
         sent = layer.tails_of(x[:, x.shape[1] - self.halo :].contiguous())
         before = [torch.zeros_like(t) for t in sent]
         if first is not None:
             before = [x.to(t.dtype) for x, t in zip(first, sent, strict=True)]
         return send.from_before(self.group, before, sent)
+
+    @_disable_dynamo
+    def columns(
+        self, p: Tensor, places: Sequence[tuple[int, int, int]], first: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        self._require_tokens(p.shape[1])
+        return send.columns_from_before(self.group, p, places, [x.to(p.dtype) for x in first])
+
+    def _require_tokens(self, tokens: int) -> None:
+        if tokens < self.halo:
+            raise ShapeError(
+                f"{self.who}: its convolutions read {self.halo} tokens of the process before, and this one "
+                f"({self.group.rank} of {self.group.size}) has a segment of {tokens}: split over fewer processes"
+            )
 
     @_disable_dynamo
     def after(self, y: Tensor, tails: tuple[Tensor, ...], memory: State) -> tuple[Tensor, LayerState | None]:
@@ -189,21 +205,22 @@ class _Ends:
             return maps.prefix(self.update, self.by, constants, self.group.rank)
 
     def _constants(self, b: Tensor, a: Tensor | None) -> list[Tensor]:
-        """All b; A on the way. What nobody reads is left out, and zero."""
+        """All b; A on the way, in one message. What nobody reads is left out, and zero."""
         group = self.group
         if group.size == 2:
             return group.shifted([b], 1)
         if a is None:
             entries = maps.form(self.update) == "entries"
             a = torch.zeros_like(b) if entries else b.new_zeros(*b.shape[:-2], b.shape[-1], b.shape[-1])
-        self.by = group.gathered(a)
-        return group.gathered(b)
+        every = [x.split([b.shape[-2], a.shape[-2]], -2) for x in group.gathered(torch.cat((b, a), -2))]
+        self.by = [by for _, by in every]
+        return [constant for constant, _ in every]
 
     def gradient_entered(self, adjoint: Tensor) -> None:
         """Of the last process: the gradient of the state that entered its segment."""
         if self.group.size == 2:
             self.group.shifted([adjoint], -1)
-            send.settle_after_backward(self.group)
+            self.group.settle_after_backward()
         else:
             self.group.gathered(adjoint)
 

@@ -138,30 +138,33 @@ class Training:
         settings = self.configuration
         windows = self._windows(self.position)
         rate = float(self.scheduler.get_last_lr()[0])
-        self.model.train()
+        if not self.model.training:  # a walk over all modules
+            self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(windows)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        whole = _whole(norm)
-        found = torch.stack([loss.double(), whole.double()])
+        found = torch.stack([loss.double(), _whole(norm).double()])
+        if settings.clip:  # by a norm that is no number nothing is scaled, so that what is not finite stays alone
+            finite = torch.nan_to_num(norm, nan=0.0, posinf=0.0)
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, finite)
         self._drawn = {self.position + 1: self._windows(self.position + 1)}  # while the device is busy
-        value, size = found.tolist()  # the step's one wait
+        value, size = found.tolist()  # the step's one wait, behind which the device has nothing to do
         if not (math.isfinite(value) and math.isfinite(size)):
             raise self._not_finite(value)
-        if settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
         self.optimizer.step()
         self.scheduler.step()
         self.position += 1
         return {"loss": value, "bits_per_byte": self._bits(value), "gradient_norm": size, "lr": rate}
 
     def _windows(self, step: int) -> Tensor:
-        """Of a step, by its number alone: those that were drawn ahead, unless the position has been set since."""
+        """Of a step, on the device, by its number alone: those that were drawn ahead, unless the position has been set
+        since."""
         if step in self._drawn:
             return self._drawn[step]
         settings = self.configuration
-        return training_batch(self.corpus.train, settings.seed, step, settings.batch, settings.context)
+        drawn = training_batch(self.corpus.train, settings.seed, step, settings.batch, settings.context)
+        return self._there(drawn)
 
     def _backward(self, windows: Tensor) -> Tensor:
         """The loss of all windows, its gradient in the parameters; part by part, of equal sizes."""
@@ -171,7 +174,7 @@ class Training:
             if self.processes is not None:
                 part = self.processes.own(part)
                 self.model.set_requires_gradient_sync(n == len(parts) - 1)  # type: ignore[operator]
-            loss = self.loss(self._there(part))
+            loss = self.loss(part)
             loss = loss if len(parts) == 1 else loss / len(parts)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()

@@ -156,6 +156,11 @@ class Recorder(TorchDispatchMode):
             begins = [self._begins(self._places(x)) for x in args]
             self.steps.append(_Step(function, tuple(begins), self._places(kwargs), (), False))
 
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """A call that may write to tensors of the line, which it is given as they are."""
+        if self.refused is None:
+            self.steps.append(_Step(function, self._places(tuple(args)), {}, (), False))
+
     def place(self, x: Tensor) -> _Place:
         """Where x stands on the line."""
         held = self._storages.get(_address(x))
@@ -265,6 +270,18 @@ def recording() -> Recorder | None:
 def unseen() -> AbstractContextManager[Any]:
     """Within the block nothing is written down."""
     return nullcontext() if recording() is None else _disable_current_modes()
+
+
+def called(function: Callable[..., None], *args: Any) -> None:
+    """function(*args), which a line that is being written repeats as it is: an exchange with other processes, say.
+
+    It writes to tensors that are given, at most, and makes none that outlives it.
+    """
+    recorder = recording()
+    with unseen():
+        function(*args)
+    if recorder is not None:
+        recorder.call(function, args)
 
 
 # ---- what is followed ------------------------------------------------------------------------------------------------
