@@ -118,7 +118,7 @@ def test_what_leaves_a_block_is_four_dimensions_of_a_width_that_there_is() -> No
 def test_a_sequence_of_no_tokens_hands_its_state_on() -> None:
     q, v = torch.zeros(2, 0, 1, 4), torch.zeros(2, 0, 1, 3)
     start = torch.randn(2, 1, 3, 4)
-    given = (None, None, None)
+    given = (None, None, None, None)
     out, final, kept = scalar._forward(q, q, v, *given, start, None, False, False, 1, False)
     assert out.shape == v.shape and torch.equal(final, start) and kept == []
     _, final, _ = scalar._forward(q, q, v, *given, None, None, False, False, 1, False)
