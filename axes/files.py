@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from axes.errors import AxesError
 
@@ -33,6 +33,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with explained(path):
             yield temporary
+            with temporary.open("rb+") as file:  # what it holds reaches the disk before its name
+                os.fsync(file.fileno())
             os.replace(temporary, place)
             sync(place.parent)
     finally:
@@ -45,19 +47,9 @@ def is_temporary(name: str, path: Path) -> bool:
     return name.startswith(begin) and number.removeprefix(begin).isdigit()
 
 
-@contextmanager
-def open_for_writing(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that has reached the disk when the block ends."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        if path.is_file():
-            os.fsync(file.fileno())
-
-
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary, open_for_writing(temporary) as file:
-        file.write(text.encode())
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
 
 
 def write_json(path: Path, value: object) -> None:

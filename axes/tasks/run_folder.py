@@ -29,7 +29,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from axes.errors import AxesError
-from axes.files import explained, is_temporary, open_for_writing, read_json, replacing, sync, write_json, write_text
+from axes.files import explained, is_temporary, read_json, replacing, sync, write_json, write_text
 from axes.tasks import shards
 
 FORMAT = "axes-run"
@@ -206,7 +206,7 @@ class RunFolder:
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
         payload = {"format": FORMAT, "version": VERSION, **state}
-        with replacing(self.checkpoint) as temporary, open_for_writing(temporary) as file:
+        with replacing(self.checkpoint) as temporary, temporary.open("wb") as file:
             torch.save(payload, file)
 
     def read_checkpoint(self, device: torch.device | str = "cpu") -> Record:

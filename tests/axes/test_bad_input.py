@@ -7,8 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +16,6 @@ import torch
 
 from axes.cli import main
 from axes.errors import AxesError
-from axes.tasks import run_folder
 from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.language_modelling import resume, run, start
 from axes.tasks.run_folder import RunFolder
@@ -305,14 +303,8 @@ def test_full_disk_keeps_the_old_checkpoint(
     training = start(small(text, steps=4), folder)
     run(training, folder, stop=lambda: training.position >= 2)
     before = folder.checkpoint.read_bytes()
-    proper = run_folder.open_for_writing
-
-    @contextmanager
-    def full(path: Path) -> Iterator[Any]:
-        with proper(path) as file:
-            yield FullDisk(file, room)
-
-    monkeypatch.setattr(run_folder, "open_for_writing", full)
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda payload, file: save(payload, FullDisk(file, room)))
     with pytest.raises(AxesError, match=r"could not write .*checkpoint\.pt: No space left on device; the previous one"):
         run(training, folder)
     assert folder.checkpoint.read_bytes() == before
