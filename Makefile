@@ -3,7 +3,7 @@
 
 # Settings, all optional:  make test WORKERS=8   make demo PYTHON=/usr/local/bin/python3.12   make test STOCK=1
 PYTHON    ?=
-WORKERS   ?= 3
+WORKERS   ?= 2
 ARGS      ?=
 PIP_FLAGS ?=
 STOCK     ?=
@@ -43,7 +43,7 @@ help:
 	@echo "               PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
 	@echo "STOCK=1        what a user's pip takes from PyPI, whatever pip is configured to take on this machine; in an"
 	@echo "               environment of its own, .venv-stock beside .venv"
-	@echo "WORKERS=n      test processes (default 3)      ARGS=...  extra flags for pytest"
+	@echo "WORKERS=n      test processes (default 2)      ARGS=...  extra flags for pytest"
 
 demo: $(READY)
 	@$(BIN)/axes demo

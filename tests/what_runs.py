@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import axes
 from axes import catalogue
@@ -23,6 +24,7 @@ from axes.optim.engine.capabilities import holds
 from axes.optim.engine.entries import Entries
 from axes.programs.batched import Schedule
 from axes.programs.library import LibraryStep
+from axes.programs.program import Unrecorded, _Recorded
 from axes.routes import (
     attention,
     cascade,
@@ -143,9 +145,9 @@ def recorded(update: StateUpdate) -> Iterator[Calls]:
 
 
 def _traced(signal: Any) -> bool:
-    """Whether a step is of no data: the program for another shape is made of it."""
-    g = signal.get("g")
-    return isinstance(g, torch.Tensor) and g.is_meta
+    """Whether a step is of no data: a program is made of it, for another shape or of other numbers than those known."""
+    g, around = signal.get("g"), _get_current_dispatch_mode_stack()
+    return isinstance(g, torch.Tensor) and g.is_meta or any(isinstance(m, _Recorded | Unrecorded) for m in around)
 
 
 # ---- one check for each axis -----------------------------------------------------------------------------------------

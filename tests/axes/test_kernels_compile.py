@@ -7,6 +7,7 @@ writes it anew. What is wrong in any version (operands overwritten, barriers tha
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -32,16 +33,29 @@ def versions(function: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.parametrize("version", named)(function)
 
 
+BY_THE_NEWEST = ("hopper 64", "hopper write 64", "hopper diagonal 64", "hopper block 64")  # seconds each
+
+
+def widest(case: str) -> bool:
+    """Whether no other case is this one at a larger width."""
+
+    def width(name: str) -> int:
+        return sum(map(int, re.findall(r"\d+", name)))
+
+    alike = [other for other in TABLE if re.sub(r"\d+", "", other) == re.sub(r"\d+", "", case)]
+    return width(case) == max(map(width, alike))
+
+
 def cases(function: Callable[..., None]) -> Callable[..., None]:
-    """Every case by the environment's own Triton and those of Hopper's own instructions, where versions differ most, by
-    the newest; everything by every version in `make test-all`."""
+    """Every kernel at its widest by the environment's own Triton, some of Hopper's own instructions, where versions
+    differ most, by the newest; everything by every version, ten minutes of compiling, in `make test-all`."""
     assert OWN is not None
     every = [OWN, *(version for version in TRITONS if version != OWN)]
     named = [
         pytest.param(version, case, marks=() if quick else pytest.mark.slow)
         for version in every
         for case in TABLE
-        for quick in [version == OWN or version == NEWEST and case.startswith("hopper")]
+        for quick in [version == OWN and widest(case) or version == NEWEST and case in BY_THE_NEWEST]
     ]
     return pytest.mark.parametrize(("version", "case"), named)(function)
 
