@@ -122,7 +122,7 @@ for T, segments, low, erased in ((300, 2, 2.5, False), (300, 2, 2.5, True), (520
     q, k, a, v = (torch.randn(1, T, 2, 8) / 2 for _ in range(4))
     beta, g = 2 * torch.rand(1, T, 2), -2 * low * torch.rand(1, T, 2)
     erase = a if erased else None
-    _, _, (_, found, *_) = _forward(q, k, v, beta, g, erase, None, None, True, False, segments, True)
+    _, _, (_, found, *_) = _forward(q, k, v, beta, g, erase, None, None, None, True, False, segments, True)
     made = cut(1, T, 32, segments, None)
     reads = a if erased else k
     maps = torch.eye(8) - beta[..., None, None] * k[..., :, None] * reads[..., None, :]
