@@ -49,11 +49,11 @@ demo: $(READY)
 	@$(BIN)/axes demo
 
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations=40 --doctest-modules \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations=40 --doctest-modules \
 		axes tests $(ARGS)
 
 test-all: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=thorough \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=thorough \
 		--doctest-modules axes tests $(ARGS)
 
 docs: $(READY_DOCS)
