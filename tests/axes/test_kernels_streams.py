@@ -155,7 +155,14 @@ centre = module._centre.fn  # an error is found: columns are not centred
 names = module._rotate.kernel.fn.__globals__
 names["_centre"] = lambda a, inside, n, CENTRED: centre(a, inside, n, False)
 try:
-    check(torch.randn(2, 4, 4), kind="mean-preserving")
+    check(torch.randn(2, 5, 5), kind="mean-preserving")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+names["_inverse"] = lambda s, N: s  # and one of small matrices
+try:
+    check(torch.randn(2, 4, 4))
 except AssertionError:
     pass
 else:

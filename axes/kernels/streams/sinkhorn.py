@@ -30,11 +30,10 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import LARGEST
+from axes.kernels.streams.small import FEW, _entries, _kept, _less, _place, _sums, _times, launch
 
 _ENTRIES = 1024  # of a program
 _WARPS = 4
-_FEW = 4  # up to so many rows a thread has a matrix
-_FEW_WARPS = 2
 _NEAR = tl.constexpr(40.0)
 
 
@@ -167,33 +166,6 @@ def _floored_backward(logits, dout, dlogits, taken, matrices, pairs, eps, n, ROW
 
 
 @triton.jit
-def _entries(x, matrix, there, N: tl.constexpr):
-    """The N N entries of matrices, row by row."""
-    z = ()
-    for e in tl.static_range(N * N):
-        z = z + (tl.load(x + matrix * (N * N) + e, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    return z
-
-
-@triton.jit
-def _kept(x, z, matrix, there, N: tl.constexpr):
-    for e in tl.static_range(N * N):
-        tl.store(x + matrix * (N * N) + e, z[e].to(x.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _sums(z, N: tl.constexpr, AXIS: tl.constexpr):
-    """Of every column (AXIS 0) or row."""
-    found = ()
-    for k in tl.static_range(N):
-        total = z[k if AXIS == 0 else k * N]
-        for i in tl.static_range(1, N):
-            total += z[i * N + k if AXIS == 0 else k * N + i]
-        found = found + (total,)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
 def _tops(z, N: tl.constexpr, AXIS: tl.constexpr):
     """The largest of every column or row."""
     found = ()
@@ -203,24 +175,6 @@ def _tops(z, N: tl.constexpr, AXIS: tl.constexpr):
             top = tl.maximum(top, z[i * N + k if AXIS == 0 else k * N + i])
         found = found + (top,)  # type: ignore[assignment]
     return found
-
-
-@triton.jit
-def _less(z, c, N: tl.constexpr, AXIS: tl.constexpr):
-    """Entries less one number for each column or row."""
-    made = ()
-    for e in tl.static_range(N * N):
-        made = made + (z[e] - c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
-    return made
-
-
-@triton.jit
-def _times(w, c, N: tl.constexpr, AXIS: tl.constexpr):
-    """Entries times one number for each column or row."""
-    made = ()
-    for e in tl.static_range(N * N):
-        made = made + (w[e] * c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
-    return made
 
 
 @triton.jit
@@ -267,12 +221,6 @@ def _normal(z, N: tl.constexpr, AXIS: tl.constexpr):
     for k in tl.static_range(N):
         rests = rests + (tl.log(sums[k]),)  # type: ignore[assignment]
     return _less(z, rests, N, AXIS), tops, rests
-
-
-@triton.jit
-def _place(matrices, ROWS: tl.constexpr):
-    matrix = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return matrix, matrix < matrices
 
 
 @triton.jit
@@ -417,11 +365,8 @@ def _launch(few: Kernel, any_: Kernel, logits: Tensor, *given: Tensor, pairs: in
     if not matrices:
         return
     with layout.on_device(logits):
-        if n <= _FEW:
-            rows = 32 * _FEW_WARPS
-            few[(cdiv(matrices, rows),)](
-                logits, *given, matrices, pairs, eps, N=n, ROWS=rows, FLOORED=eps > 0, num_warps=_FEW_WARPS
-            )
+        if n <= FEW:
+            launch(few, matrices, logits, *given, pairs=pairs, eps=eps, N=n, FLOORED=eps > 0)
             return
         side, more = power_of_2(n), (eps,) if eps else ()
         rows = min(_ENTRIES // side**2, power_of_2(matrices))
