@@ -41,8 +41,9 @@ from axes.kernels.streams.mix import _Cut, _forward_read, _places, _spread, _str
 
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
-_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages
-    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 4, 3), "give, tf32": (32, 64, 4, 2),
+_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages; wide: of many entries
+    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 8, 3), "give, wide": (32, 64, 4, 3),
+    "give, tf32": (16, 128, 4, 2), "give, tf32, wide": (16, 32, 4, 2),
 }  # fmt: skip
 _WARPS = 4  # of the others
 
@@ -402,7 +403,8 @@ def _backward(
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     count = _TERMS if x.dtype == torch.bfloat16 else 0
     few = x.new_empty(count * raw.numel())
-    options = _options("give" if count else "give, tf32", x, shape.side)
+    kernel = "give" + ("" if count else ", tf32") + (", wide" if shape.side > 32 else "")
+    options = _options(kernel, x, shape.side)
     blocks, stages = shape.n * cdiv(shape.d, options["COLUMNS"]), options.pop("num_stages")
     span, splits = _spread(cdiv(shape.tokens, options["ROWS"]), blocks)
     dphi = phi.new_empty(splits * shape.groups, *phi.shape)

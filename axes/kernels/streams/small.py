@@ -11,7 +11,7 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
 
 FEW = 4  # up to so many rows
-_WARPS = 2
+_WARPS = 1
 
 
 @triton.jit
