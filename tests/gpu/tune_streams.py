@@ -66,13 +66,13 @@ GIVES = [Setting()] + [
     Setting(give=given, programs=programs)
     for given in ((32, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (32, 64, 4, 3), (32, 64, 4, 2), (16, 128, 4, 3),
                   (16, 128, 4, 4), (16, 256, 8, 3), (16, 256, 8, 2), (32, 256, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2))
-    for programs in (512, mix._PROGRAMS, 2048)
+    for programs in (256, 512, 1024)
 ]  # fmt: skip
 WIDE = [Setting()] + [
     Setting(give=given, programs=programs)
     for given in ((32, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 3), (16, 128, 8, 2), (16, 128, 8, 3), (32, 64, 8, 2),
                   (32, 128, 8, 2))
-    for programs in (512, mix._PROGRAMS)
+    for programs in (512, 1024)
 ]  # fmt: skip
 PROJECTS = [Setting()] + [
     Setting(project=given)
