@@ -92,6 +92,8 @@ for n in (1, 2, 3, 4, 5, 16):
     check(torch.randn(2, 3, n, n), 20 if n == 4 else 3)
     check((60 if n == 3 else 1) * torch.randn(2, 3, n, n), 20 if n == 4 else n % 4 + 1, eps=1e-2 if n == 2 else 1e-6)
     check((60 if n == 3 else 8) * torch.randn(3, n, n), 4, bound=1e-5)
+for far in (39.9, 40.1):  # by divisions, by logs
+    check(far * torch.rand(70, 4, 4).round(), 20, bound=1e-5)
 near = -8.0 * (1 - torch.eye(4))
 check(near + 0.1 * torch.randn(70, 4, 4))
 check(near, 5)  # one for all tokens
@@ -112,12 +114,15 @@ else:
 
 taken = module._asked.fn  # an error is found: what a normalisation took away is not put back
 module._few_backward.kernel.fn.__globals__["_asked"] = lambda *given: [0 * c for c in taken(*given)]
-try:
-    check(torch.randn(3, 4, 4), 3)
-except AssertionError:
-    pass
-else:
-    raise AssertionError("a planted error was not found")
+far = torch.randn(3, 4, 4)
+far[1, 2, 3] = 50.0
+for logits in (torch.randn(3, 4, 4), far):  # by divisions and by logs
+    try:
+        check(logits, 3)
+    except AssertionError:
+        pass
+    else:
+        raise AssertionError("a planted error was not found")
 """
 
 ROTATIONS = r"""
@@ -150,7 +155,14 @@ centre = module._centre.fn  # an error is found: columns are not centred
 names = module._rotate.kernel.fn.__globals__
 names["_centre"] = lambda a, inside, n, CENTRED: centre(a, inside, n, False)
 try:
-    check(torch.randn(2, 4, 4), kind="mean-preserving")
+    check(torch.randn(2, 5, 5), kind="mean-preserving")
+except AssertionError:
+    pass
+else:
+    raise AssertionError("a planted error was not found")
+names["_inverse"] = lambda s, N: s  # and one of small matrices
+try:
+    check(torch.randn(2, 4, 4))
 except AssertionError:
     pass
 else:
@@ -161,7 +173,7 @@ else:
 LOOKS = r"""
 import torch
 from tests.streams import draw_look, look_errors
-from axes.kernels.streams import look as module
+from axes.kernels.streams import look as module, mix
 
 torch.manual_seed(0)
 
@@ -190,9 +202,21 @@ module._back = Without()
 try:
     check(4, 24, (6,), 24, "sigmoid")
 except AssertionError:
-    pass
+    module._back = back
 else:
     raise AssertionError("a planted error was not found")
+taught, names = module._taught, module._give.kernel.fn.__globals__  # and that of phi without earlier tiles
+names["_taught"] = lambda total, *given: taught.fn(0.0 * total, *given)
+programs, mix._PROGRAMS = mix._PROGRAMS, 1
+try:
+    check(4, 24, (70,), 24, "sigmoid")
+except AssertionError:
+    names["_taught"] = taught
+else:
+    raise AssertionError("a planted error was not found")
+check(4, 24, (70,), 24, "sigmoid")
+check(3, 24, (70,), 5, "first", tanh=True)
+mix._PROGRAMS = programs
 """
 
 FOLLOWED = r"""

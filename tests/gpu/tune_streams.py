@@ -3,8 +3,8 @@
 Each is first held to float64 on a few tokens, then timed at 32,768 tokens of four streams of 2,048 in bfloat16, and of
 768 in float32 (as under autocast): microseconds of the kernel by the profiler, mean of ten calls. They are compiled in
 processes side by side, so that all of it takes less than a minute. The first line of a table is what runs; settings are
-`mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS`, `look._LAUNCH` (tokens and columns of a tile, warps, stages)
-and `look._SPAN`. The last table has every launch of a sublayer of mHC behind another one.
+`mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS` and `look._LAUNCH` (tokens and columns of a tile, warps,
+stages). The last table has every launch of a sublayer of mHC behind another one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Setting(NamedTuple):
     walk: tuple[int, int] = mix._WALK
     programs: int = mix._PROGRAMS
     give: tuple[int, int, int, int] | None = None
-    span: int = look._SPAN
     project: tuple[int, int, int, int] | None = None
 
     def __str__(self) -> str:
@@ -52,7 +51,7 @@ class Setting(NamedTuple):
         if self.project is not None:
             launch["project"] = self.project
         given = {"_FEW": self.few, "_WALK": self.walk, "_PROGRAMS": self.programs}
-        with patch.multiple(mix, **given), patch.multiple(look, _LAUNCH=launch, _SPAN=self.span):
+        with patch.multiple(mix, **given), patch.object(look, "_LAUNCH", launch):
             yield
 
 
@@ -64,17 +63,17 @@ WALKS = [Setting(), Setting(few=0)] + [
     if (walk, programs) != (mix._WALK, mix._PROGRAMS) and (programs != ALL or walk in ((4, 1), (1, 1), (4, 2)))
 ]
 GIVES = [Setting()] + [
-    Setting(give=(rows, columns, warps, stages), span=span)
-    for rows, columns, warps in ((32, 128, 4), (16, 128, 4), (16, 128, 2), (16, 256, 4), (64, 128, 8), (32, 256, 8))
-    for stages in (1, 2, 3)
-    for span in ((8, 32) if stages == 2 else (8,))
-    if (rows, columns, warps, stages, span) != (*look._LAUNCH["give"], look._SPAN)
-]
+    Setting(give=given, programs=programs)
+    for given in ((32, 128, 8, 3), (32, 128, 8, 2), (32, 128, 4, 2), (32, 64, 4, 3), (32, 64, 4, 2), (16, 128, 4, 3),
+                  (16, 128, 4, 4), (16, 256, 8, 3), (16, 256, 8, 2), (32, 256, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2))
+    for programs in (256, 512, 1024)
+]  # fmt: skip
 WIDE = [Setting()] + [
-    Setting(give=given, span=span)
-    for given in ((64, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 2), (32, 128, 4, 1), (32, 128, 4, 2), (16, 128, 4, 2))
-    for span in (8, 32)
-]
+    Setting(give=given, programs=programs)
+    for given in ((32, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 3), (16, 128, 8, 2), (16, 128, 8, 3), (32, 64, 8, 2),
+                  (32, 128, 8, 2))
+    for programs in (512, 1024)
+]  # fmt: skip
 PROJECTS = [Setting()] + [
     Setting(project=given)
     for given in ((128, 64, 8, 4), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2))

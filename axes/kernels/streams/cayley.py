@@ -6,6 +6,8 @@ that every pivot is at least one and none is looked for. What that loses where l
 gives back: S + S (I - (I + A) S). The backward needs S = (R + I) / 2 alone:
 
     dA = -2 S^T dR S^T,       dZ = scale / 2 (dA^T - dA)
+
+Of up to four rows a thread has a matrix.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import LARGEST
 from axes.kernels.streams.sinkhorn import _ENTRIES, _WARPS, _places
+from axes.kernels.streams.small import FEW, _entries, _kept, _less, _place, _sums, launch
+
+# ---- a tile of matrices ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -86,26 +91,143 @@ def _rotate_backward(
     tl.store(dlogits + first + i * n + j, half * (da - tl.permute(da, 0, 2, 1)), mask=inside)
 
 
-def _launch(kernel: Kernel, like: Tensor, *given: Tensor, scale: float, centred: bool) -> None:
+# ---- a matrix a thread -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _turned(a, N: tl.constexpr):
+    made = ()
+    for e in tl.static_range(N * N):
+        made = made + (a[e % N * N + e // N],)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _scaled(a, scale, N: tl.constexpr):
+    made = ()
+    for e in tl.static_range(N * N):
+        made = made + (scale * a[e],)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _plus(a, b, scale, N: tl.constexpr):
+    """a + scale b."""
+    made = ()
+    for e in tl.static_range(N * N):
+        made = made + (a[e] + scale * b[e],)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _plus_one(a, one, N: tl.constexpr):
+    """a with so many times I."""
+    made = ()
+    for e in tl.static_range(N * N):
+        made = made + (a[e] + one if e // N == e % N else a[e],)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _product(a, b, scale, N: tl.constexpr):
+    """scale a b."""
+    made = ()
+    for e in tl.static_range(N * N):
+        total = a[e // N * N] * b[e % N]
+        for k in tl.static_range(1, N):
+            total += a[e // N * N + k] * b[k * N + e % N]
+        made = made + (scale * total,)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _means(a, N: tl.constexpr, AXIS: tl.constexpr):
+    sums, made = _sums(a, N, AXIS), ()
+    for k in tl.static_range(N):
+        made = made + (sums[k] / N,)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _few_centred(a, N: tl.constexpr, CENTRED: tl.constexpr):
+    if CENTRED:
+        a = _less(a, _means(a, N, 0), N, 0)
+        a = _less(a, _means(a, N, 1), N, 1)
+    return a
+
+
+@triton.jit
+def _inverse(s, N: tl.constexpr):
+    """By elimination in its place, pivots in their order."""
+    for k in tl.static_range(N):
+        pivot, made = 1.0 / s[k * N + k], ()
+        for e in tl.static_range(N * N):
+            if e == k * N + k:
+                entry = pivot
+            elif e // N == k:
+                entry = s[e] * pivot
+            elif e % N == k:
+                entry = -s[e] * pivot
+            else:
+                entry = s[e] - s[e // N * N + k] * (s[k * N + e % N] * pivot)
+            made = made + (entry,)  # type: ignore[assignment]
+        s = made
+    return s
+
+
+@Kernel
+@triton.jit(do_not_specialize=["matrices"])
+def _few_rotate(logits, out, matrices, half, CENTRED: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):
+    matrix, there = _place(matrices, ROWS)
+    z = _entries(logits, matrix, there, N)
+    a = _scaled(_plus(_turned(z, N), z, -1.0, N), half, N)
+    given = _plus_one(_few_centred(a, N, CENTRED), 1.0, N)
+    s = _inverse(given, N)
+    rest = _plus_one(_product(given, s, -1.0, N), 1.0, N)
+    s = _plus(s, _product(s, rest, 1.0, N), 1.0, N)
+    _kept(out, _plus_one(_scaled(s, 2.0, N), -1.0, N), matrix, there, N)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["matrices"])
+def _few_rotate_backward(
+    rotation, dout, dlogits, matrices, half, CENTRED: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr
+):
+    matrix, there = _place(matrices, ROWS)
+    s = _turned(_plus_one(_entries(rotation, matrix, there, N), 1.0, N), N)  # 2 S^T
+    da = _product(_product(s, _entries(dout, matrix, there, N), 1.0, N), s, 0.5, N)  # -dA
+    da = _few_centred(da, N, CENTRED)
+    _kept(dlogits, _scaled(_plus(da, _turned(da, N), -1.0, N), half, N), matrix, there, N)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def _launch(few: Kernel, any_: Kernel, like: Tensor, *given: Tensor, scale: float, centred: bool) -> None:
+    """few: of few rows."""
     matrices, n = like.shape[:2]
-    side = power_of_2(n)
-    rows = min(_ENTRIES // side**2, power_of_2(max(matrices, 1)))
-    if matrices:
-        with layout.on_device(like):
-            kernel[(cdiv(matrices, rows),)](
-                *given, matrices, scale / 2, n, CENTRED=centred, ROWS=rows, N=side, num_warps=_WARPS
-            )
+    if not matrices:
+        return
+    with layout.on_device(like):
+        if n <= FEW:
+            launch(few, matrices, *given, half=scale / 2, CENTRED=centred, N=n)
+            return
+        side = power_of_2(n)
+        rows = min(_ENTRIES // side**2, power_of_2(matrices))
+        any_[(cdiv(matrices, rows),)](
+            *given, matrices, scale / 2, n, CENTRED=centred, ROWS=rows, N=side, num_warps=_WARPS
+        )  # fmt: skip
 
 
 def _run(logits: Tensor, scale: float, centred: bool, record: bool) -> tuple[Tensor, list[Tensor]]:
     out = torch.empty_like(logits)
-    _launch(_rotate, logits, logits, out, scale=scale, centred=centred)
+    _launch(_few_rotate, _rotate, logits, logits, out, scale=scale, centred=centred)
     return out, []
 
 
 def _differentiate(logits: Tensor, scale: float, centred: bool, kept: list[Tensor], dout: Tensor) -> list[Tensor]:
     (rotation,), dlogits = kept, torch.empty_like(logits)
-    _launch(_rotate_backward, logits, rotation, dout, dlogits, scale=scale, centred=centred)
+    _launch(_few_rotate_backward, _rotate_backward, logits, rotation, dout, dlogits, scale=scale, centred=centred)
     return [dlogits]
 
 

@@ -16,10 +16,10 @@ with e = d entries and r = u s:
     dpre_j = <X_j, dx>          e += chart'(dpre)          dr = a f'(r) e         da = sum e f(r)        db = sum e
     dX_j = pre_j dx + (s dr phi)_j - s^2 <r, dr> X_j / W                          dphi = sum s dr X^
 
-in two passes over X, the second of which writes dX once, with what a write of the same X has to add, and torch's
-product for dphi. There is no copy of X in float32: streams of 16 bits are multiplied as they are, and what they meet
-goes in `_TERMS` terms of as many bits, so that only what is beyond them is lost (phi beside float16 in three products
-of tf32, as beside float32). Sums of da and db over tokens are written down by parts and added in one order.
+in two passes over X, the second of which writes dX once, with what a write of the same X has to add, and sums dphi of
+the tiles that it holds. There is no copy of X in float32: streams of bfloat16 are multiplied as they are, and what they
+meet goes in `_TERMS` terms of as many bits, so that only what is beyond them is lost; beside other streams it is three
+products of tf32. Sums over tokens are written down by parts and added in one order.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from axes.kernels.streams.mix import _Cut, _forward_read, _places, _spread, _str
 
 CHARTS = ("sigmoid", "softmax", "first")
 _TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
-_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages
-    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 4, 3), "give, tf32": (32, 64, 4, 2),
+_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages; wide: of many entries
+    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 8, 3), "give, wide": (32, 64, 4, 3),
+    "give, tf32": (16, 128, 4, 2), "give, tf32, wide": (16, 32, 4, 2),
 }  # fmt: skip
 _WARPS = 4  # of the others
-_SPAN = 8  # tiles of tokens that a program of `_give` goes through
 
 
 # ---- device ----------------------------------------------------------------------------------------------------------
@@ -254,15 +254,27 @@ def _back(
     tl.store(slopes + row, -unit * unit * tl.sum(grad * r, 1) / width, mask=there)
 
 
+@triton.jit
+def _taught(total, x, u, few, at, mask, C: tl.constexpr, TERMS: tl.constexpr):
+    """total + u^T x, x a tile of streams and u that of their entries, taken in the terms that were written of it."""
+    if TERMS:
+        for k in tl.static_range(TERMS):
+            total = tl.dot(tl.load(few + at + k * C, mask=mask, other=0.0), x, total)
+        return total
+    else:
+        return tl.fma(tl.dot(tl.trans(u), x.to(tl.float32), input_precision="tf32x3"), 1.0, total)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["tokens", "span"])
 def _give(
-    x, phi, pre, dx, du, slopes, means, more, dout, tokens, d, span,
+    x, phi, pre, dx, du, few, slopes, means, more, dout, dphi, tokens, d, span,
     N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    TERMS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dX, of columns of a stream and `span` tiles of tokens. All that a tile needs is asked for ahead of the product,
-    whose barriers no load is moved across; STAGES of them are on their way at a time."""
+    """dX, and parts of dphi over tokens, of columns of a stream and `span` tiles of tokens. All that a
+    tile needs is asked for ahead of the products, whose barriers no load is moved across; STAGES of them are on their
+    way at a time."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tokens are in the cache
     j = program % N  # programs beside each other read the same dx
     cuts = tl.cdiv(d, COLUMNS)
@@ -273,23 +285,31 @@ def _give(
         group, width, place = 0, N * d, j * d + column
     else:
         group, width, place = j, d, column
-    f = tl.load(phi + (c * width)[:, None] + place[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
+    known = (c < C)[:, None] & has[None, :]
+    f = tl.load(phi + (c * width)[:, None] + place[None, :], mask=known, other=0.0)
+    total = tl.zeros([SIDE, COLUMNS], tl.float32)
     for tile in tl.range(split * span, tl.minimum(split * span + span, tl.cdiv(tokens, ROWS)), num_stages=STAGES):
         token = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = token < tokens
         inside, row = there[:, None] & has[None, :], token * GROUPS + group
         at = ((token * N + j) * d)[:, None] + column[None, :]
-        u = tl.load(du + (row * C)[:, None] + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0)
-        wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        of = there[:, None] & (c < C)[None, :]
+        u = tl.load(du + (row * C)[:, None] + c[None, :], mask=of, other=0.0)
+        v = tl.load(x + at, mask=inside, other=0.0)
         rest = tl.load(dx + (token * d)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
         rest *= tl.load(pre + token * N + j, mask=there, other=0.0)[:, None]
+        wide = v.to(tl.float32)
         if CENTRED:
             wide -= tl.load(means + row, mask=there, other=0.0)[:, None]
         rest += tl.load(slopes + row, mask=there, other=0.0)[:, None] * wide
         if more is not None:
             rest += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        turned = there[None, :] & (c < C)[:, None]
+        total = _taught(total, v, u, few, (row * (TERMS * C))[None, :] + c[:, None], turned, C, TERMS)
         grad = tl.dot(u, f, input_precision=PRECISION) + rest
         tl.store(dout + at, grad.to(dout.dtype.element_ty), mask=inside)
+    dphi += (split * GROUPS + group) * C * width
+    tl.store(dphi + (c * width)[:, None] + place[None, :], total, mask=known)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -376,32 +396,18 @@ def _backward(
     pre, means = kept[0], kept[3]
     if not x.numel():
         return [torch.zeros_like(t) for t in (x, phi, a, b)]
-    shape, dout = _Shape.of(x, b), torch.empty_like(x)
-    dseen = torch.zeros_like(x[:, 0]) if dseen is None else dseen
-    options = _options("give" if x.dtype == torch.bfloat16 else "give, tf32", x, shape.side)
-    blocks = shape.n * cdiv(shape.d, options["COLUMNS"])
-    splits, stages = cdiv(cdiv(shape.tokens, options["ROWS"]), _SPAN), options.pop("num_stages")
-    du, slopes, *rest = _felt(x, phi, a, b, chart, tanh, kept, given, dentries, dseen)
-    with layout.on_device(x):
-        _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, slopes, means, more, dout, shape.tokens, shape.d, _SPAN,
-            **shape.constants(), CENTRED=centred, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-            STAGES=stages, **options,
-        )  # fmt: skip
-    return [dout, *rest]
-
-
-def _felt(
-    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, kept: list[Tensor],
-    given: Tensor | None, dentries: Tensor | None, dseen: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """du and slopes, of which dX is made, and the gradients of phi, a and b."""
-    shape, cut = _Shape.of(x, b), _Cut.of(x)
+    shape, cut, dout = _Shape.of(x, b), _Cut.of(x), torch.empty_like(x)
     _, raw, units, _ = kept
+    dseen = torch.zeros_like(x[:, 0]) if dseen is None else dseen
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     count = _TERMS if x.dtype == torch.bfloat16 else 0
     few = x.new_empty(count * raw.numel())
+    kernel = "give" + ("" if count else ", tf32") + (", wide" if shape.side > 32 else "")
+    options = _options(kernel, x, shape.side)
+    blocks, stages = shape.n * cdiv(shape.d, options["COLUMNS"]), options.pop("num_stages")
+    span, splits = _spread(cdiv(shape.tokens, options["ROWS"]), blocks)
+    dphi = phi.new_empty(splits * shape.groups, *phi.shape)
     with layout.on_device(x):
         _heard[(cut.programs,)](
             x, dseen, dpre, shape.tokens, shape.d, N=shape.n, ROWS=cut.rows, COLUMNS=cut.columns, num_warps=_WARPS
@@ -410,32 +416,12 @@ def _felt(
             raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, shape.tokens, shape.width, cut.parts,
             **shape.constants(), CHART=chart, TANH=tanh, TERMS=count, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
-    rows = x.view(-1, shape.width)
-    if count and x.is_cuda:  # the interpreter has no product of 16 bits with sums of 32
-        dphi = _merged(rows, few.view(len(rows), -1), count)
-    else:
-        dphi = _outer(rows, du.view(-1, shape.entries))
-    return du, slopes, dphi, da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)
-
-
-def _outer(x: Tensor, u: Tensor) -> Tensor:
-    """sum_t u_t x_t^T (C, W) of x (rows, W) and u (rows, C) of float32, by torch's product, sums in float32."""
-    if x.dtype == torch.float32 or not x.is_cuda:
-        with torch.autocast(x.device.type, enabled=False):
-            return (x.float().mT @ u).mT.contiguous()
-    scale = u.abs().amax().clamp_min(1e-30)  # float16 has few exponents
-    terms, rest = [], u / scale
-    for _ in range(_TERMS):
-        terms.append(rest.to(x.dtype))
-        rest = rest - terms[-1]
-    return _merged(x, torch.cat(terms, 1), _TERMS).mul_(scale)
-
-
-def _merged(x: Tensor, terms: Tensor, count: int) -> Tensor:
-    """The same of u in so many terms, one beside the other."""
-    with torch.autocast(x.device.type, enabled=False):
-        parts = torch.mm(x.mT, terms, out_dtype=torch.float32)
-        return parts.view(len(parts), count, -1).sum(1).mT.contiguous()
+        _give[(blocks * splits,)](
+            x, phi, pre, dseen, du, few, slopes, means, more, dout, dphi, shape.tokens, shape.d, span,
+            **shape.constants(), CENTRED=centred, TERMS=count,
+            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=stages, **options,
+        )  # fmt: skip
+    return [dout, dphi.sum(0), da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]
 
 
 _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)

@@ -35,7 +35,7 @@ from axes.kernels.streams import LARGEST
 _KEPT = 8  # up to so many streams are held in registers while they meet; more are loaded for every meeting
 _FEW = 4  # of up to so many a write's backward walks along the columns
 _WALK = (4, 3)  # its warps and stages
-_PROGRAMS = 1024  # enough of them to fill a GPU
+_PROGRAMS = 512  # enough of them to fill a GPU
 _WARPS = 4
 _NONE, _CONSTANT, _EACH = 0, 1, 2  # coefficients: not there, one for all tokens, of every token
 

@@ -12,7 +12,9 @@ With eps > 0 it is what released models compute, where no sum vanishes and there
 
 whose gradient, through w' = w / t with t = eps + sum w, is dw = (dw' - sum dw' w') / t; what is written down is t.
 
-Of up to four streams a thread has a matrix, each of its entries by itself, so that no sum waits for another thread.
+Of up to four streams a thread has a matrix, each of its entries by itself, so that no sum waits for another thread; and
+where the logits of all matrices of a program are within `_NEAR` of each other, entries leave no range of float32: there
+it is divisions without eps too. In logits these have the gradient above, with e^z' what the division left.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import LARGEST
+from axes.kernels.streams.small import FEW, _entries, _kept, _less, _place, _sums, _times, launch
 
 _ENTRIES = 1024  # of a program
 _WARPS = 4
-_FEW = 4  # up to so many rows a thread has a matrix
-_FEW_WARPS = 2
+_NEAR = tl.constexpr(40.0)
 
 
 # ---- a tile of matrices ----------------------------------------------------------------------------------------------
@@ -164,33 +166,6 @@ def _floored_backward(logits, dout, dlogits, taken, matrices, pairs, eps, n, ROW
 
 
 @triton.jit
-def _entries(x, matrix, there, N: tl.constexpr):
-    """The N N entries of matrices, row by row."""
-    z = ()
-    for e in tl.static_range(N * N):
-        z = z + (tl.load(x + matrix * (N * N) + e, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    return z
-
-
-@triton.jit
-def _kept(x, z, matrix, there, N: tl.constexpr):
-    for e in tl.static_range(N * N):
-        tl.store(x + matrix * (N * N) + e, z[e].to(x.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _sums(z, N: tl.constexpr, AXIS: tl.constexpr):
-    """Of every column (AXIS 0) or row."""
-    found = ()
-    for k in tl.static_range(N):
-        total = z[k if AXIS == 0 else k * N]
-        for i in tl.static_range(1, N):
-            total += z[i * N + k if AXIS == 0 else k * N + i]
-        found = found + (total,)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
 def _tops(z, N: tl.constexpr, AXIS: tl.constexpr):
     """The largest of every column or row."""
     found = ()
@@ -200,33 +175,6 @@ def _tops(z, N: tl.constexpr, AXIS: tl.constexpr):
             top = tl.maximum(top, z[i * N + k if AXIS == 0 else k * N + i])
         found = found + (top,)  # type: ignore[assignment]
     return found
-
-
-@triton.jit
-def _less(z, c, N: tl.constexpr, AXIS: tl.constexpr):
-    """Entries less one number for each column or row."""
-    made = ()
-    for e in tl.static_range(N * N):
-        made = made + (z[e] - c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
-    return made
-
-
-@triton.jit
-def _over(w, c, N: tl.constexpr, AXIS: tl.constexpr):
-    """Entries over one number for each column or row."""
-    made = ()
-    for e in tl.static_range(N * N):
-        made = made + (w[e] / c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
-    return made
-
-
-@triton.jit
-def _times(w, c, N: tl.constexpr, AXIS: tl.constexpr):
-    """Entries times one number for each column or row."""
-    made = ()
-    for e in tl.static_range(N * N):
-        made = made + (w[e] * c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
-    return made
 
 
 @triton.jit
@@ -243,6 +191,15 @@ def _plus(w, eps, COUNT: tl.constexpr):
     made = ()
     for e in tl.static_range(COUNT):
         made = made + (w[e] + eps,)  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _parts(w, eps, N: tl.constexpr):
+    """Shares of w in w + eps."""
+    made = ()
+    for e in tl.static_range(N * N):
+        made = made + (w[e] / (w[e] + eps),)  # type: ignore[assignment]
     return made
 
 
@@ -267,167 +224,167 @@ def _normal(z, N: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _place(matrices, ROWS: tl.constexpr):
-    matrix = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return matrix, matrix < matrices
-
-
-@Kernel
-@triton.jit(do_not_specialize=["matrices", "pairs"])
-def _few_forward(logits, out, matrices, pairs, N: tl.constexpr, ROWS: tl.constexpr):
-    matrix, there = _place(matrices, ROWS)
-    z = _entries(logits, matrix, there, N)
-    for _ in range(pairs):
-        z, tops, rests = _normal(z, N, 0)
-        z, tops, rests = _normal(z, N, 1)
-    _kept(out, _exps(z, N * N), matrix, there, N)
-
-
-@triton.jit
-def _told(taken, tops, rests, matrix, there, N: tl.constexpr):
-    for k in tl.static_range(N):
-        tl.store(taken + matrix * N + k, tops[k] + rests[k], mask=there)
-
-
-@triton.jit
-def _asked(taken, matrix, there, N: tl.constexpr, OTHER: tl.constexpr):
-    """What was written down."""
-    found = ()
-    for k in tl.static_range(N):
-        found = found + (tl.load(taken + matrix * N + k, mask=there, other=OTHER),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def _back(z, dz, taken, matrix, there, N: tl.constexpr, AXIS: tl.constexpr):
-    """Through a normalisation: dz less e^z times its sums, and z with what was taken away."""
-    shares = _times(_exps(z, N * N), _sums(dz, N, AXIS), N, AXIS)
-    again, grads = (), ()
-    c = _asked(taken, matrix, there, N, 0.0)
-    for e in tl.static_range(N * N):
-        grads = grads + (dz[e] - shares[e],)  # type: ignore[assignment]
-        again = again + (z[e] + c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
-    return again, grads
-
-
-@Kernel
-@triton.jit(do_not_specialize=["matrices", "pairs"])
-def _few_backward(logits, dout, dlogits, taken, matrices, pairs, N: tl.constexpr, ROWS: tl.constexpr):
-    """taken: (2 pairs, matrices, n); a thread reads what it has written."""
-    matrix, there = _place(matrices, ROWS)
-    z = _entries(logits, matrix, there, N)
-    step = matrices.to(tl.int64) * N
-    for _ in range(pairs):
-        z, tops, rests = _normal(z, N, 0)
-        _told(taken, tops, rests, matrix, there, N)
-        z, tops, rests = _normal(z, N, 1)
-        _told(taken + step, tops, rests, matrix, there, N)
-        taken += 2 * step
-    dz = _product(_entries(dout, matrix, there, N), _exps(z, N * N), N)
-    for _ in range(pairs):
-        taken -= 2 * step
-        z, dz = _back(z, dz, taken + step, matrix, there, N, 1)
-        z, dz = _back(z, dz, taken, matrix, there, N, 0)
-    _kept(dlogits, dz, matrix, there, N)
+def _near(z, N: tl.constexpr):
+    """Whether all logits of each matrix are near to each other."""
+    top, low = z[0], z[0]
+    for e in tl.static_range(1, N * N):
+        top, low = tl.maximum(top, z[e]), tl.minimum(low, z[e])
+    return tl.max(top - low, 0) < _NEAR
 
 
 @triton.jit
 def _few_shared(w, eps, N: tl.constexpr, AXIS: tl.constexpr):
     """w over its sums and eps, and these."""
     taken = _plus(_sums(w, N, AXIS), eps, N)
-    return _over(w, taken, N, AXIS), taken
+    shares = ()
+    for k in tl.static_range(N):
+        shares = shares + (1.0 / taken[k],)  # type: ignore[assignment]
+    return _times(w, shares, N, AXIS), taken
 
 
 @triton.jit
-def _few_first(logits, matrix, there, N: tl.constexpr):
+def _few_first(z, N: tl.constexpr):
     """softmax_i z."""
-    z, tops, rests = _normal(_entries(logits, matrix, there, N), N, 0)
+    z, tops, rests = _normal(z, N, 0)
     return _exps(z, N * N)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["matrices", "pairs"])
-def _few_floored(logits, out, matrices, pairs, eps, N: tl.constexpr, ROWS: tl.constexpr):
+def _few_forward(logits, out, matrices, pairs, eps, N: tl.constexpr, ROWS: tl.constexpr, FLOORED: tl.constexpr):
     matrix, there = _place(matrices, ROWS)
-    w, taken = _few_shared(_plus(_few_first(logits, matrix, there, N), eps, N * N), eps, N, 1)
-    for _ in range(pairs - 1):
-        w, taken = _few_shared(w, eps, N, 0)
-        w, taken = _few_shared(w, eps, N, 1)
-    _kept(out, w, matrix, there, N)
+    z = _entries(logits, matrix, there, N)
+    if FLOORED or _near(z, N):
+        w, taken = _few_shared(_plus(_few_first(z, N), eps, N * N), eps, N, 1)
+        for _ in range(pairs - 1):
+            w, taken = _few_shared(w, eps, N, 0)
+            w, taken = _few_shared(w, eps, N, 1)
+        _kept(out, w, matrix, there, N)
+    else:
+        for _ in range(pairs):
+            z, tops, rests = _normal(z, N, 0)
+            z, tops, rests = _normal(z, N, 1)
+        _kept(out, _exps(z, N * N), matrix, there, N)
 
 
 @triton.jit
-def _noted(place, taken, matrix, there, N: tl.constexpr):
+def _noted(place, taken, matrix, there, matrices, N: tl.constexpr):
     for k in tl.static_range(N):
-        tl.store(place + matrix * N + k, taken[k], mask=there)
+        tl.store(place + k * matrices + matrix, taken[k], mask=there)
 
 
 @triton.jit
-def _few_unshared(w, dw, place, matrix, there, N: tl.constexpr, AXIS: tl.constexpr):
-    """Back through a division by what was written down."""
-    c = _asked(place, matrix, there, N, 1.0)
-    dw = _over(_less(dw, _sums(_product(dw, w, N), N, AXIS), N, AXIS), c, N, AXIS)
-    return _times(w, c, N, AXIS), dw
+def _asked(place, matrix, there, matrices, N: tl.constexpr):
+    """What was written down."""
+    found = ()
+    for k in tl.static_range(N):
+        found = found + (tl.load(place + k * matrices + matrix, mask=there, other=0.0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _told(place, tops, rests, matrix, there, matrices, N: tl.constexpr):
+    taken = ()
+    for k in tl.static_range(N):
+        taken = taken + (tops[k] + rests[k],)  # type: ignore[assignment]
+    _noted(place, taken, matrix, there, matrices, N)
+
+
+@triton.jit
+def _heard(w, dz, N: tl.constexpr, AXIS: tl.constexpr):
+    """Through a normalisation, in logits: dz less what it has made times its sums."""
+    shares, grads = _times(w, _sums(dz, N, AXIS), N, AXIS), ()
+    for e in tl.static_range(N * N):
+        grads = grads + (dz[e] - shares[e],)  # type: ignore[assignment]
+    return grads
+
+
+@triton.jit
+def _back(z, dz, place, matrix, there, matrices, N: tl.constexpr, AXIS: tl.constexpr):
+    """Through a normalisation of logs, and z with what was taken away."""
+    again, c = (), _asked(place, matrix, there, matrices, N)
+    for e in tl.static_range(N * N):
+        again = again + (z[e] + c[e % N if AXIS == 0 else e // N],)  # type: ignore[assignment]
+    return again, _heard(_exps(z, N * N), dz, N, AXIS)
+
+
+@triton.jit
+def _few_unshared(w, dz, place, matrix, there, matrices, N: tl.constexpr, AXIS: tl.constexpr):
+    """The same of a division, and w times what it was divided by."""
+    return _times(w, _asked(place, matrix, there, matrices, N), N, AXIS), _heard(w, dz, N, AXIS)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["matrices", "pairs"])
-def _few_floored_backward(logits, dout, dlogits, taken, matrices, pairs, eps, N: tl.constexpr, ROWS: tl.constexpr):
-    """taken: (2 pairs - 1, matrices, n); a thread reads what it has written."""
+def _few_backward(logits, dout, dlogits, taken, matrices, pairs, eps, N: tl.constexpr, ROWS: tl.constexpr,
+                  FLOORED: tl.constexpr):  # fmt: skip
+    """taken: (2 pairs, n, matrices); a thread reads what it has written."""
     matrix, there = _place(matrices, ROWS)
-    first = _few_first(logits, matrix, there, N)
+    z = _entries(logits, matrix, there, N)
     step = matrices.to(tl.int64) * N
-    w, last = _few_shared(_plus(first, eps, N * N), eps, N, 1)
-    _noted(taken, last, matrix, there, N)
-    for _ in range(pairs - 1):
-        w, last = _few_shared(w, eps, N, 0)
-        _noted(taken + step, last, matrix, there, N)
-        w, last = _few_shared(w, eps, N, 1)
-        _noted(taken + 2 * step, last, matrix, there, N)
-        taken += 2 * step
-    dw = _entries(dout, matrix, there, N)
-    for _ in range(pairs - 1):
-        w, dw = _few_unshared(w, dw, taken, matrix, there, N, 1)
-        w, dw = _few_unshared(w, dw, taken - step, matrix, there, N, 0)
-        taken -= 2 * step
-    w, dw = _few_unshared(w, dw, taken, matrix, there, N, 1)
-    dw = _less(dw, _sums(_product(dw, first, N), N, 0), N, 0)
-    _kept(dlogits, _product(first, dw, N), matrix, there, N)
+    if FLOORED or _near(z, N):
+        first = _few_first(z, N)
+        w, last = _few_shared(_plus(first, eps, N * N), eps, N, 1)
+        _noted(taken, last, matrix, there, matrices, N)
+        for _ in range(pairs - 1):
+            w, last = _few_shared(w, eps, N, 0)
+            _noted(taken + step, last, matrix, there, matrices, N)
+            w, last = _few_shared(w, eps, N, 1)
+            _noted(taken + 2 * step, last, matrix, there, matrices, N)
+            taken += 2 * step
+        dz = _product(_entries(dout, matrix, there, N), w, N)
+        for _ in range(pairs - 1):
+            w, dz = _few_unshared(w, dz, taken, matrix, there, matrices, N, 1)
+            w, dz = _few_unshared(w, dz, taken - step, matrix, there, matrices, N, 0)
+            taken -= 2 * step
+        w, dz = _few_unshared(w, dz, taken, matrix, there, matrices, N, 1)
+        if FLOORED:  # of logs of what eps was added to
+            dz = _product(dz, _parts(first, eps, N), N)
+        _kept(dlogits, _heard(first, dz, N, 0), matrix, there, N)
+    else:
+        for _ in range(pairs):
+            z, tops, rests = _normal(z, N, 0)
+            _told(taken, tops, rests, matrix, there, matrices, N)
+            z, tops, rests = _normal(z, N, 1)
+            _told(taken + step, tops, rests, matrix, there, matrices, N)
+            taken += 2 * step
+        dz = _product(_entries(dout, matrix, there, N), _exps(z, N * N), N)
+        for _ in range(pairs):
+            taken -= 2 * step
+            z, dz = _back(z, dz, taken + step, matrix, there, matrices, N, 1)
+            z, dz = _back(z, dz, taken, matrix, there, matrices, N, 0)
+        _kept(dlogits, dz, matrix, there, N)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _launch(kernels: tuple[Kernel, Kernel], logits: Tensor, *given: Tensor, pairs: int, eps: float) -> None:
-    """kernels: of few rows, of any."""
+def _launch(few: Kernel, any_: Kernel, logits: Tensor, *given: Tensor, pairs: int, eps: float) -> None:
+    """few: of few rows."""
     matrices, n = logits.shape[:2]
-    more = (eps,) if eps else ()
     if not matrices:
         return
     with layout.on_device(logits):
-        if n <= _FEW:
-            rows = 32 * _FEW_WARPS
-            kernels[0][(cdiv(matrices, rows),)](
-                logits, *given, matrices, pairs, *more, N=n, ROWS=rows, num_warps=_FEW_WARPS
-            )
+        if n <= FEW:
+            launch(few, matrices, logits, *given, pairs=pairs, eps=eps, N=n, FLOORED=eps > 0)
             return
-        side = power_of_2(n)
+        side, more = power_of_2(n), (eps,) if eps else ()
         rows = min(_ENTRIES // side**2, power_of_2(matrices))
-        kernels[1][(cdiv(matrices, rows),)](
+        any_[(cdiv(matrices, rows),)](
             logits, *given, matrices, pairs, *more, n, ROWS=rows, N=side, num_warps=_WARPS
-        )
+        )  # fmt: skip
 
 
 def _run(logits: Tensor, pairs: int, eps: float, record: bool) -> tuple[Tensor, list[Tensor]]:
     out = torch.empty_like(logits)
-    _launch((_few_floored, _floored) if eps else (_few_forward, _forward), logits, out, pairs=pairs, eps=eps)
+    _launch(_few_forward, _floored if eps else _forward, logits, out, pairs=pairs, eps=eps)
     return out, []
 
 
 def _differentiate(logits: Tensor, pairs: int, eps: float, kept: list[Tensor], dout: Tensor) -> list[Tensor]:
     dlogits, taken = torch.empty_like(logits), logits.new_empty(2 * pairs, *logits.shape[:2])
-    kernels = (_few_floored_backward, _floored_backward) if eps else (_few_backward, _backward)
-    _launch(kernels, logits, dout, dlogits, taken, pairs=pairs, eps=eps)
+    every = _floored_backward if eps else _backward
+    _launch(_few_backward, every, logits, dout, dlogits, taken, pairs=pairs, eps=eps)
     return [dlogits]
 
 
