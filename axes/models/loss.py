@@ -89,8 +89,12 @@ def _added(total: Tensor | None, dz: Tensor, x: Tensor, wide: torch.dtype, narro
     """dz^T x, added to what there is; in float32 at least unless `narrow`."""
     if narrow or dz.dtype == wide:
         return dz.mT @ x if total is None else total.addmm_(dz.mT, x)
-    made = torch.mm(dz.mT, x, out_dtype=wide) if dz.is_cuda else dz.mT.to(wide) @ x.to(wide)
-    return made if total is None else total.add_(made)
+    if not dz.is_cuda:
+        made = dz.mT.to(wide) @ x.to(wide)
+        return made if total is None else total.add_(made)
+    if total is None:
+        return torch.mm(dz.mT, x, out_dtype=wide)
+    return torch.addmm(total, dz.mT, x, out_dtype=wide, out=total)  # a pass over dW less than a product to be added
 
 
 _operator = Differentiable("linear_cross_entropy", _forward, _backward, _shapes, gradients=2)
