@@ -82,7 +82,17 @@ def _backward(
     *sums, scale = kept
     factor = (dloss * scale)[None]  # a scalar would be rounded to the dtype of what it multiplies
     wanted = zip(sums, (x, weight), (for_x, for_weight), strict=True)
-    return [torch.mul(d, factor, out=torch.empty_like(y)) if want else torch.empty_like(y) for d, y, want in wanted]
+    return [_scaled(d, factor, y, kernel) if want else torch.empty_like(y) for d, y, want in wanted]
+
+
+def _scaled(d: Tensor, factor: Tensor, like: Tensor, kernel: bool) -> Tensor:
+    """d times the number `factor` in the dtype of another: torch's product of two dtypes takes three times a pass."""
+    if kernel and d.dtype == like.dtype != factor.dtype:
+        from axes.kernels.rows import scaled  # triton is imported on first use
+
+        if scaled.fits(d, factor):
+            return scaled.scale(d, factor)
+    return torch.mul(d, factor, out=torch.empty_like(like))
 
 
 def _added(total: Tensor | None, dz: Tensor, x: Tensor, wide: torch.dtype, narrow: bool) -> Tensor:
