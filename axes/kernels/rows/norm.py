@@ -25,7 +25,7 @@ from axes.kernels.rows.places import entries, of_program
 
 WIDEST = 8192  # a row is in the registers of one program
 _ENTRIES = 2048  # of rows that a program takes at a time
-_PROGRAMS = 132 * 32  # of a backward, at most: a few waves of them, so that the last one costs little
+_PROGRAMS = 132 * 16  # of a backward, at most: two waves of them, so that the last one costs little
 
 
 @Kernel
