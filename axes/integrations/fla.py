@@ -32,6 +32,7 @@ from axes.core.monoids import Scalar
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.routes import dispatch
+from axes.routes.choice import require_implementation
 from axes.sequence import (
     GLA,
     IPLR,
@@ -314,8 +315,10 @@ def accelerate(implementation: dispatch.Implementation | None = None) -> Acceler
 
     A module that is imported later finds ours in fla.ops; of transformers' models, import those to be replaced first.
 
-    Raises: AxesError where there is neither flash-linear-attention nor a module of transformers with such a function.
+    Raises: AxesError where there is neither flash-linear-attention nor a module of transformers with such a function,
+        NoImplementation for a name that is none.
     """
+    require_implementation(implementation)
     made = Acceleration()
     replacements: dict[int, tuple[Entry, Any, Any]] = {}
     for entry, original in _originals(made):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +207,8 @@ class Trunk(nn.Module):
                 computed again.
 
         Returns:
-            (B, T, width), and of every sequence layer the state after the last token.
+            (B, T, width), in autocast's dtype under autocast, and of every sequence layer the state after the last
+            token.
         """
         memories = list(state) if state is not None else [None] * self.architecture.layers
         if len(memories) != self.architecture.layers:
@@ -234,22 +235,24 @@ class Trunk(nn.Module):
         sublayers = [partial(sublayer, index) for index in range(len(mixers))]
         streams, recompute = mixers[0].expand(x), self.architecture.recompute
         if around is None and not recompute and self.no_norms_by_kernel(x) is None:
-            streams = self._added(sublayer, streams)
-        elif around is None:
+            return self._added(sublayer, streams), tuple(after)
+        if around is None:
             streams = through(sublayers, mixers, streams, recompute)
         else:
             for first in range(0, len(mixers), 2):
                 both = slice(first, first + 2)
                 streams = around(partial(through, sublayers[both], mixers[both], recompute=recompute), streams)
-        return self.norm(mixers[-1].reduce(streams)), tuple(after)
+        last: Tensor = self.norm(mixers[-1].reduce(streams))
+        return last.to(taken_in(last)), tuple(after)
 
     def no_norms_by_kernel(self, x: Tensor) -> str | None:
         """Why a sublayer's output is added and the next norm taken by torch's operations, or None if one launch does
         both, and one their gradients."""
         if not all(mixer.added for mixer in self.mixers):
             return "streams are more than a sum"
-        weights = [norm.weight for norm in self.norms if type(norm) is RMSNorm and not _hooked(norm)]
-        if len(weights) < len(self.norms) or any(type(w) is not nn.Parameter or w.dtype != x.dtype for w in weights):
+        norms = [*self.norms, self.norm]
+        weights = [norm.weight for norm in norms if type(norm) is RMSNorm and not _hooked(norm)]
+        if len(weights) < len(norms) or any(type(w) is not nn.Parameter or w.dtype != x.dtype for w in weights):
             return "a norm is not a plain RMSNorm of the streams' dtype"
         if x.numel() == 0 or self.architecture.width > _WIDEST:
             return f"rows of {self.architecture.width} entries do not fit a program, or there are none"
@@ -259,20 +262,17 @@ class Trunk(nn.Module):
             return "tensors are transformed"
         return versions.no_kernel(x.device, x.dtype) or versions.no_kernel(x.device, taken_in(x))
 
-    def _added(self, sublayer: Callable[..., Tensor], streams: Streams) -> Streams:
-        """`through`, where every write but the last is one pass with the norm that follows."""
+    def _added(self, sublayer: Callable[..., Tensor], streams: Streams) -> Tensor:
+        """`through` and the last norm, where every norm is one pass with the addition before it: the first has none."""
         from axes.kernels.rows.norm import add_norm  # triton is imported by the first call that needs it
 
         mixers: list[Any] = list(self.mixers)
         x, _ = mixers[0].read(streams)
-        y, dtype = sublayer(0, x), taken_in(x)
-        for index in range(1, len(mixers)):
-            weight: Any = self.norms[index].weight
-            x, normed = add_norm(x, y, weight, _EPS, dtype)
+        y, dtype = None, taken_in(x)
+        for index in range(len(mixers)):
+            x, normed = add_norm(x, y, cast(Tensor, self.norms[index].weight), _EPS, dtype)
             y = sublayer(index, normed, normed=True)
-        streams = x[..., None, :]
-        left: Streams = mixers[-1].write(streams, y, mixers[-1].read(streams)[1])
-        return left
+        return add_norm(x, y, cast(Tensor, self.norm.weight), _EPS, dtype)[1]
 
     def extra_repr(self) -> str:
         return str(self.architecture)

@@ -82,15 +82,29 @@ def _backward(
     *sums, scale = kept
     factor = (dloss * scale)[None]  # a scalar would be rounded to the dtype of what it multiplies
     wanted = zip(sums, (x, weight), (for_x, for_weight), strict=True)
-    return [torch.mul(d, factor, out=torch.empty_like(y)) if want else torch.empty_like(y) for d, y, want in wanted]
+    return [_scaled(d, factor, y, kernel) if want else torch.empty_like(y) for d, y, want in wanted]
+
+
+def _scaled(d: Tensor, factor: Tensor, like: Tensor, kernel: bool) -> Tensor:
+    """d times the number `factor` in the dtype of another: torch's product of two dtypes takes three times a pass."""
+    if kernel and d.dtype == like.dtype != factor.dtype:
+        from axes.kernels.rows import scaled  # triton is imported on first use
+
+        if scaled.fits(d, factor):
+            return scaled.scale(d, factor)
+    return torch.mul(d, factor, out=torch.empty_like(like))
 
 
 def _added(total: Tensor | None, dz: Tensor, x: Tensor, wide: torch.dtype, narrow: bool) -> Tensor:
     """dz^T x, added to what there is; in float32 at least unless `narrow`."""
     if narrow or dz.dtype == wide:
         return dz.mT @ x if total is None else total.addmm_(dz.mT, x)
-    made = torch.mm(dz.mT, x, out_dtype=wide) if dz.is_cuda else dz.mT.to(wide) @ x.to(wide)
-    return made if total is None else total.add_(made)
+    if not dz.is_cuda:
+        made = dz.mT.to(wide) @ x.to(wide)
+        return made if total is None else total.add_(made)
+    if total is None:
+        return torch.mm(dz.mT, x, out_dtype=wide)
+    return torch.addmm(total, dz.mT, x, out_dtype=wide, out=total)  # a pass over dW less than a product to be added
 
 
 _operator = Differentiable("linear_cross_entropy", _forward, _backward, _shapes, gradients=2)

@@ -209,6 +209,11 @@ def header(folder: str | Path) -> dict[str, Any]:
     """What `tokens.json` says. Raises AxesError if it is missing, damaged or of another version."""
     file = Path(folder) / _HEADER
     if not file.is_file():
+        if (Path(folder) / "train.bin").is_file():
+            raise AxesError(
+                f"{folder} has a train.bin and no {_HEADER}, which says what its tokens are: write one as under Data "
+                "in docs/train.md, beside a validation.bin, or tokenize the text with `axes tokenize`"
+            )
         raise AxesError(f"{folder} holds no tokens (no {_HEADER}): write them with `axes tokenize`")
     try:
         said = read_json(file)

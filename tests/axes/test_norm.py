@@ -22,23 +22,27 @@ F, B, H = torch.float32, torch.bfloat16, torch.float16
 for shape, stream, said, out, close in (
     ((2, 5, 7), F, F, F, 2e-6), ((9, 1000), F, B, B, 8e-3), ((1, 3, 64), B, B, B, 1.6e-2), ((2100, 3), F, H, H, 1e-3),
 ):
-    for passed in (True, False):
+    for passed, added in ((True, True), (False, True), (True, False), (False, False)):
         d = shape[-1]
         h, y = torch.randn(shape).to(stream), torch.randn(shape).to(said)
         w = torch.rand(d) + 0.5
         h, y, w = (t.requires_grad_() for t in (h, y, w))
-        after, x = add_norm(h, y, w, 1e-6, out)
+        after, x = add_norm(h, y if added else None, w, 1e-6, out)
         assert after.dtype == stream and x.dtype == out
         wide = [t.detach().double().requires_grad_() for t in (h, y, w)]
-        total = wide[0] + wide[1]
+        total = wide[0] + wide[1] if added else wide[0] * 1.0
         wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide[2]
         p, q = torch.randn(shape), torch.randn(shape).to(out)
         loss = (x * q).sum().float() + ((after * p).sum().float() if passed else 0)
         exact = (wanted * q.double()).sum() + ((total * p.double()).sum() if passed else 0)
         for got, want in zip((after, x), (total, wanted)):
             assert (got - want).abs().max() <= close * want.abs().max(), (shape, out)
-        for name, got, want in zip("hyw", torch.autograd.grad(loss, (h, y, w)), torch.autograd.grad(exact, wide)):
-            assert (got - want).norm() <= 2 * close * want.norm(), (name, shape, out, passed)
+        grads = torch.autograd.grad(loss, (h, y, w), allow_unused=not added)
+        exacts = torch.autograd.grad(exact, wide, allow_unused=not added)
+        assert (grads[1] is None) == (not added)
+        for name, got, want in zip("hyw", grads, exacts):
+            if want is not None:
+                assert (got - want).norm() <= 2 * close * want.norm(), (name, shape, out, passed, added)
 """
 
 
@@ -60,11 +64,11 @@ model = LanguageModel(Architecture("softmax-attention", "residual", layers=2, wi
 windows = torch.randint(11, (2, 6))
 made = model.loss(windows)
 got = torch.autograd.grad(made, list(model.parameters()))
-assert len(calls) == 3
+assert len(calls) == 5
 with patch.object(Trunk, "no_norms_by_kernel", lambda *_: "asked not to"):
     wanted = model.loss(windows)
     grads = torch.autograd.grad(wanted, list(model.parameters()))
-assert len(calls) == 3
+assert len(calls) == 5
 torch.testing.assert_close(made, wanted)
 for a, b in zip(got, grads):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -88,6 +92,9 @@ def test_what_a_kernel_does_not_take_is_left_to_torch() -> None:
         assert made.no_norms_by_kernel(x[:, :0]) is not None
         made.norms[1].register_forward_hook(lambda *_: None)
         assert "plain RMSNorm" in str(made.no_norms_by_kernel(x))
+        last = model()
+        last.norm.register_forward_hook(lambda *_: None)
+        assert "plain RMSNorm" in str(last.no_norms_by_kernel(x))
         other = model()
         other.norms[0] = nn.LayerNorm(16)
         assert "plain RMSNorm" in str(other.no_norms_by_kernel(x))
@@ -100,7 +107,17 @@ def test_a_model_launches_one_kernel_for_an_addition_and_the_norm_behind_it() ->
     made, x = model(), torch.zeros(1, 4, dtype=torch.int64)
     with no_launches() as launches:
         made.loss(x).backward()
-        assert launches.count("_add_norm") == launches.count("_add_norm_backward") == 1
+        assert launches.count("_add_norm") == launches.count("_add_norm_backward") == 3
+
+
+def test_what_a_head_reads_has_the_dtype_of_products_by_either_route() -> None:
+    made, x = model(), torch.randn(1, 4, 16)
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            assert made.hidden(x)[0].dtype == dtype
+            with no_launches() as launches:
+                assert made.hidden(x)[0].dtype == dtype
+            assert launches.count("_add_norm") == 3
 
 
 def test_bad_input_is_explained() -> None:

@@ -94,6 +94,9 @@ def test_a_run_on_tokens_and_bad_folders(tmp_path: Path, capsys: pytest.CaptureF
         Configuration(tokens=str(folder), text=("x",))
     with pytest.raises(AxesError, match="holds no tokens"):
         tokens.read(tmp_path)
+    (tmp_path / "train.bin").write_bytes(b"xx")  # as nanoGPT writes it
+    with pytest.raises(AxesError, match="has a train.bin and no tokens.json, which says what its tokens are"):
+        tokens.read(tmp_path)
     with (folder / "train.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(AxesError, match=r"train.bin has \d+ bytes, and tokens.json says"):

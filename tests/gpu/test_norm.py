@@ -22,18 +22,22 @@ def problem(shape: tuple[int, ...], stream: torch.dtype, out: torch.dtype) -> tu
 
 @pytest.mark.parametrize("shape", [(4, 4096, 768), (33, 2048), (7, 5), (3, 8192)])
 @pytest.mark.parametrize(("stream", "out"), [(F, F), (F, B), (B, B)])
-def test_equals_float64_and_repeats_its_bits(shape: tuple[int, ...], stream: torch.dtype, out: torch.dtype) -> None:
-    given = problem(shape, stream, out)
+@pytest.mark.parametrize("added", [True, False])
+def test_equals_float64_and_repeats_its_bits(
+    shape: tuple[int, ...], stream: torch.dtype, out: torch.dtype, added: bool
+) -> None:
+    h, y, w = problem(shape, stream, out)
+    given = (h, y, w) if added else (h, w)
     p, q = torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda").to(out)
     wide = [x.detach().double().requires_grad_() for x in given]
-    total = wide[0] + wide[1]
+    total = wide[0] + wide[1] if added else wide[0] * 1.0
     if stream == B:
         total = total + (total.detach().to(B).double() - total.detach())  # as it is rounded
-    wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide[2]
+    wanted = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide[-1]
     exact = torch.autograd.grad((wanted * q.double()).sum() + (total * p.double()).sum(), wide)
     runs = []
     for _ in range(2):
-        after, x = add_norm(*given, 1e-6, out)
+        after, x = add_norm(h, y if added else None, w, 1e-6, out)
         grads = torch.autograd.grad([after, x], given, [p.to(stream), q])
         runs.append([after, x, *grads])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

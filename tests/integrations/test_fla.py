@@ -232,6 +232,13 @@ def test_names_are_replaced_where_they_were_imported_and_put_back(ops: types.Mod
     )
 
 
+def test_a_name_that_is_no_implementation_replaces_nothing(ops: types.ModuleType) -> None:
+    original = ops.chunk_gla
+    with pytest.raises(AxesError, match="'cuda' is not one of reference, torch, triton"):
+        accelerate("cuda")  # type: ignore[arg-type]
+    assert ops.chunk_gla is original
+
+
 def test_nothing_to_replace_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith(("transformers.models.", "fla"))]:
         monkeypatch.delitem(sys.modules, name)

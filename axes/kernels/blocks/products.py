@@ -1,7 +1,8 @@
 """Products of one input with several matrices: some side by side in one result, all in one function to differentiate.
 
 Matrices of one result are copied below each other in the computing dtype, one copy that is the cast too. The gradient
-of the input adds up in the products' own output instead of passes of its own.
+of the input adds up in the products' own output instead of passes of its own; those of float32 matrices leave 16-bit
+products on a GPU as they were added up, in float32, which no pass then has to cast them to.
 """
 
 from __future__ import annotations
@@ -71,12 +72,19 @@ class _Products(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx = dy @ weight if dx is None else dx.addmm_(dy, weight)
             if any(wanted[i] for i, _, _ in group):
-                at, dwhole = 0, dy.mT @ rows
+                at, dwhole = 0, _of_matrices(dy, rows, {ctx.dtypes[i] for i, _, _ in group})
                 for i, first, count in group:
                     pieces[i].append((first, dwhole[at : at + count]))
                     at += count
         dweights = [_joined(p).to(d) if w else None for p, w, d in zip(pieces, wanted, ctx.dtypes, strict=True)]
         return None if dx is None else dx.view(x.shape), None, None, *dweights
+
+
+def _of_matrices(dy: Tensor, x: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+    """dy^T x for matrices of these dtypes: in float32 where that is theirs and a product of 16 bits can leave so."""
+    if dy.is_cuda and dy.dtype.itemsize == 2 and dtypes == {torch.float32} and not torch.compiler.is_compiling():
+        return torch.mm(dy.mT, x, out_dtype=torch.float32)
+    return dy.mT @ x
 
 
 def _joined(pieces: list[tuple[int, Tensor]]) -> Tensor:

@@ -2,9 +2,9 @@
 
     loss_n = log sum_v e^(z_nv) - z_ny        dz_nv = softmax(z_n)_v - [v = y]
 A row is read twice by one program, in float32 whatever its dtype. The first time every place of a block keeps the
-maximum of what it has seen and the sum in units of it, with one exponential a number, and all places meet at the end
-alone. The second time dz is written, backwards: what was read last is in the cache still, and what is written makes way
-for it. Rows of class `ignored` have loss 0 and gradient 0.
+maximum of what it has seen and the sum in units of it, moved on once for `_TOGETHER` blocks, and all places meet at the
+end alone. The second time dz is written, backwards: what was read last is in the cache still, and what is written makes
+way for it; the class itself is mended at the end. Rows of class `ignored` have loss 0 and gradient 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,35 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import power_of_2
 
 _BLOCK, _WARPS = 4096, 16  # entries at once; few rows at a time, for the cache
-_LEAST = tl.constexpr(-1e30)  # stands for no number, and for minus infinity, of which no difference is taken
+_TOGETHER = tl.constexpr(4)
+_LEAST = tl.constexpr(-1e30)  # a maximum of nothing, of which minus infinity can be taken
+
+
+@triton.jit
+def _seen(logits, first, V, peaks, sums, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, WHOLE: tl.constexpr):
+    """Maxima and sums of places, with TOGETHER blocks more, which all are in the row if WHOLE."""
+    at = first + tl.arange(0, BLOCK)
+    blocks = ()
+    highest = peaks
+    for i in tl.static_range(TOGETHER):
+        inside = None if WHOLE else at + i * BLOCK < V
+        z = tl.load(logits + at + i * BLOCK, mask=inside, other=None if WHOLE else float("-inf")).to(tl.float32)
+        blocks = blocks + (z,)  # type: ignore[assignment]
+        highest = tl.maximum(highest, z)
+    sums *= tl.exp(peaks - highest)
+    for i in tl.static_range(TOGETHER):
+        sums += tl.exp(blocks[i] - highest)  # what is no number stays
+    return highest, sums
+
+
+@triton.jit
+def _written(logits, first, V, peak, share, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Probabilities in the place of a block."""
+    at = first + tl.arange(0, BLOCK)
+    inside = None if WHOLE else at < V
+    z = tl.load(logits + at, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    tl.store(logits + at, (tl.exp(z - peak) * share).to(logits.dtype.element_ty), mask=inside,
+             eviction_policy="evict_first")  # fmt: skip
 
 
 @Kernel
@@ -30,28 +58,33 @@ def _cross_entropy(logits, targets, losses, ignored, V, GRAD: tl.constexpr, BLOC
     logits += row * V
     target = tl.load(targets + row)
     counts = target != ignored
-    peaks, sums = tl.full([BLOCK], _LEAST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        z = tl.load(logits + at, mask=at < V, other=_LEAST).to(tl.float32)
-        z = tl.where(z < _LEAST, _LEAST, z)  # what is not a number stays
-        beyond = z - peaks
-        smaller = tl.exp(-tl.abs(beyond))
-        sums = tl.where(beyond > 0, sums * smaller + 1.0, sums + smaller)
-        peaks = tl.where(beyond > 0, z, peaks)
-    peak = tl.max(peaks)
-    total = tl.sum(sums * tl.exp(peaks - peak))
-    aim = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
-    tl.store(losses + row, tl.where(counts, tl.log(total) + (peak - aim), 0.0))
-    if GRAD:
-        tl.debug_barrier()  # the logit of the class has been read by all before it is overwritten
-        share, last = 1.0 / total, (V - 1) // BLOCK * BLOCK
-        for back in range(0, V, BLOCK):
-            at = last - back + tl.arange(0, BLOCK)
-            z = tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-            dz = tl.exp(z - peak) * share - (at == target).to(tl.float32)
-            dz = tl.where(counts, dz, 0.0).to(logits.dtype.element_ty)
-            tl.store(logits + at, dz, mask=at < V, eviction_policy="evict_first")
+    if counts:
+        peaks, sums = tl.full([BLOCK], _LEAST, tl.float32), tl.zeros([BLOCK], tl.float32)
+        step: tl.constexpr = BLOCK * _TOGETHER
+        whole = V // step * step
+        for first in range(0, whole, step):
+            peaks, sums = _seen(logits, first, V, peaks, sums, BLOCK, _TOGETHER, True)
+        for first in range(whole, V, BLOCK):
+            peaks, sums = _seen(logits, first, V, peaks, sums, BLOCK, 1, False)
+        peak = tl.max(peaks)
+        total = tl.sum(sums * tl.exp(peaks - peak))
+        aim = tl.load(logits + target).to(tl.float32)
+        tl.store(losses + row, tl.log(total) + (peak - aim))
+        if GRAD:
+            tl.debug_barrier()  # the logit of the class has been read by all before it is overwritten
+            share, last = 1.0 / total, V // BLOCK * BLOCK
+            if last < V:
+                _written(logits, last, V, peak, share, BLOCK, False)
+            for back in range(BLOCK, last + 1, BLOCK):
+                _written(logits, last - back, V, peak, share, BLOCK, True)
+            tl.debug_barrier()  # by whomever the class was written, it is mended now
+            tl.store(logits + target, (tl.exp(aim - peak) * share - 1.0).to(logits.dtype.element_ty))
+    else:
+        tl.store(losses + row, 0.0)
+        if GRAD:
+            for first in range(0, V, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                tl.store(logits + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=at < V)
 
 
 def _tiles(classes: int) -> dict[str, int]:
