@@ -12,13 +12,14 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from axes import catalogue
 from axes.errors import AxesError, UnknownName
 from axes.files import write_text
-from axes.moves import Axis
+from axes.moves import Axis, pair
 from axes.tasks.capacity import curve
 from axes.transfer import experiments, named, own, pictures, report
 from axes.transfer.folder import ResultsFolder, put_together
@@ -36,10 +37,12 @@ _INTERRUPTED = 130
 def list_(
     names: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="As S1; all if none.")] = None,
 ) -> None:
-    """Every experiment: what is asked, the tuple of the arm, and what its control has in the place of what moved."""
-    table = Table("id", "on", "question", "from", "what moved: control -> arm", show_lines=True)
+    """Every experiment: what is asked, and the tuples of control and arm as one, what moved marked."""
+    table = Table("id", "on", Column("question", max_width=36), "from", "control -> arm", show_lines=True)
     for e in named.found(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
-        table.add_row(e.id, e.axis, e.question, e.source, "\n".join(map(str, e.moved)))
+        around = [f"* {d}" for d in e.moved if d.path.startswith("block.")]
+        said = "\n".join([pair(e.control, e.arm), *around])
+        table.add_row(e.id, e.axis, e.question, e.source, escape(said))
     _console(160).print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -124,3 +125,6 @@ def test_a_control_differs() -> None:
 def test_the_list() -> None:
     said = CliRunner().invoke(app, ["transfer", "list", "S1", "D1"])
     assert said.exit_code == 0 and "Whiten" in said.output and "Rotation" in said.output and "S2" not in said.output
+    pairs = " ".join(line.split("│")[-2].strip() for line in said.output.splitlines() if line.count("│") > 1)
+    assert "cost Alignment() * h [Euclidean() -> Whiten(" in re.sub(" +", " ", pairs)  # what moved is marked
+    assert "* block.output_gate: 'silu' -> 'sigmoid'" in CliRunner().invoke(app, ["transfer", "list", "G7"]).output
