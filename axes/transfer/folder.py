@@ -14,6 +14,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -109,7 +110,8 @@ class ResultsFolder:
 _FIXED = {
     "form": "form", "seeds": "number of seeds", "device": "device", "capture": "way to step", "torch": "torch",
 }  # fmt: skip
-_GROWS = ("version", "hardware", "command")  # a folder that several commits, or GPUs, have filled says all of them
+# a folder that several commits, days or GPUs have filled says all of them
+_GROWS = ("version", "hardware", "command", "date")
 
 
 def _both(before: str, now: str) -> str:
@@ -120,7 +122,7 @@ def _joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Two plans that are not unlike, as one."""
     return {
         **before,
-        **{name: _both(before[name], now[name]) for name in _GROWS},
+        **{name: _both(before.get(name, ""), now.get(name, "")) for name in _GROWS},
         "trials": before["trials"] | now["trials"],
         "experiments": before["experiments"] | now["experiments"],
         "calibrations": now["calibrations"],
@@ -187,6 +189,7 @@ def described_plan(plan: Plan, command: str = "") -> dict[str, Any]:
         "format": FORMAT,
         "version": version(),
         "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
         "form": plan.form,
         "seeds": plan.seeds,
         "device": plan.device,

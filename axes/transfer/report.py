@@ -115,30 +115,52 @@ def _edge(side: Mapping[str, Any]) -> str:
 
 
 def _by(c: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, float, float]]]]:
-    """Accuracies of arm and control by length, by pairs, by position."""
+    """The metric of arm and control by length, by pairs, by position."""
     arm, control = (c[side].get("by", {}) for side in ("arm", "control"))
     shared = [kind for kind in ("length", "pairs", "position") if kind in arm and kind in control]
     return [(kind, [(n, v, control[kind][n]) for n, v in arm[kind].items() if n in control[kind]]) for kind in shared]
 
 
-def _how(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Where results come from."""
-    return [
-        ("command", results["command"] or "from Python"),
-        ("version", results["version"]),
-        ("hardware", f"{results['hardware']}, device {results['device']}"),
-        ("software", f"torch {results['torch']}, Python {results['python']}"),
-        ("seeds", f"{results['seeds']} that are compared, one more for learning rates; {len(results['runs'])} runs"),
+def _how(results: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Where results come from; several commands, commits, days or GPUs may have filled a folder."""
+    seeds = f"{results['seeds']} that are compared, one more for learning rates; {len(results['runs'])} runs"
+    rows = [
+        ("commands", results["command"].split("; ") if results["command"] else ["from Python"]),
+        ("versions", results["version"].split("; ")),
+        ("dates", results.get("date", "").split("; ")),
+        ("hardware", [f"{results['hardware']}, device {results['device']}"]),
+        ("software", [f"torch {results['torch']}, Python {results['python']}"]),
+        ("seeds", [seeds]),
     ]
+    return [(name, texts) for name, texts in rows if any(texts)]
+
+
+def _method(results: Mapping[str, Any]) -> str:
+    """How it was measured, true of these results."""
+    apart = {e["id"]: _apart(e) for e in results["experiments"]}
+    further = [f"{name} ({100 * share:.0f} %)" for name, share in apart.items() if share > 0.01]
+    sizes = "Parameters agree within 1 %" + (f" but for {', '.join(further)}" if further else "") + ", tokens exactly. "
+    beside = (
+        "Where something is published of the two, layers stand as their papers have them, each in its own block, so "
+        "that more than a tuple may differ. "
+        if any("said" in e for e in results["experiments"]) else ""
+    )  # fmt: skip
+    return _METHOD.format(beside=beside, sizes=sizes)
+
+
+def _apart(e: Mapping[str, Any]) -> float:
+    """By what share the parameters of arm and control differ at most."""
+    sizes = [[c[side].get("parameters", 0) for side in ("arm", "control")] for c in e["compared"]]
+    return max((abs(a / c - 1) for a, c in sizes if a and c), default=0.0)
 
 
 _METHOD = (
-    "Arm and control differ in what moved alone. They see the same batches, each at the best learning rate of its own "
-    "sweep at a seed that is not compared. The effect is the mean difference over seeds, positive where the arm is "
-    "better; its interval is a paired bootstrap, 95 %; p is exact over sign flips, Holm's over the first task of every "
-    "experiment. A verdict follows interval and margin. A run that broke down counts as one that knows nothing. "
-    "Parameters agree within 1 %, tokens exactly. FLOPs are those of matrix products, counted; milliseconds were "
-    "measured while workers ran side by side, and are the share of one run where a worker replayed several in turn."
+    "Arm and control differ in what moved alone. {beside}They see the same batches, each at the best learning rate of "
+    "its own sweep at a seed that is not compared. The effect is the mean difference over seeds, positive where the "
+    "arm is better; its interval is a paired bootstrap, 95 %; p is exact over sign flips, Holm's over the first task "
+    "of every experiment. A verdict follows interval and margin. A run that broke down counts as one that knows "
+    "nothing. {sizes}FLOPs are those of matrix products, counted; milliseconds were measured while workers ran side by "
+    "side, and are the share of one run where a worker replayed several in turn."
 )
 
 
@@ -163,7 +185,11 @@ def markdown(results: Mapping[str, Any]) -> str:
             f"Sizes are small: what is said here is said of {_sizes(results)} that were trained for seconds to minutes "
             "each.", "",
         ]  # fmt: skip
-    lines += [*(f"- {name}: {_code(text)}" for name, text in _how(results)), "", _METHOD, ""]
+    for name, texts in _how(results):
+        lines += (
+            [f"- {name}: {_code(texts[0])}"] if len(texts) == 1 else [f"- {name}:", *(f"  - {_code(t)}" for t in texts)]
+        )
+    lines += ["", _method(results), ""]
     lines += ["## Calibrations", "", "What is known must come out; else no verdict is printed.", ""]
     lines += _rows(
         ("", "what must come out", "task", "arm", "control", "effect", "95 %", "as it must be"),
@@ -174,10 +200,13 @@ def markdown(results: Mapping[str, Any]) -> str:
     )
     if words := summary(results):
         lines += ["## In plain words", "", *(f"- {line}" for line in words), ""]
+    if rows := published(results):
+        lines += ["## What is published, and what was measured", "", _PUBLISHED, ""]
+        lines += _rows(_CLAIMS, [(_link(e), *texts, *_effect(c), _verdict(c)) for e, c, texts in rows])
     lines += ["## Comparisons", "", "Costs are the arm's over the control's.", ""]
     head = ("", "task", "metric", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
     lines += _rows(head, [
-        (f"[{e['id']}](#{_anchor(e)})", c["task"], _UNIT[c["metric"]], _mean(c, "arm"), _mean(c, "control"),
+        (_link(e), c["task"], _UNIT[c["metric"]], _mean(c, "arm"), _mean(c, "control"),
          *_effect(c), _p(c), _verdict(c), *_costs(c))
         for e in results["experiments"] for c in e["compared"]
     ])  # fmt: skip
@@ -192,7 +221,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         for c in e["compared"]:
             lines += [f"- {c['task']}: {_said(c, results)} {_counted(c)}."]
             for kind, values in _by(c):
-                lines += [f"  - accuracy by {kind}, arm / control: " + _listed(values)]
+                lines += [f"  - {_UNIT[c['metric']]} by {kind}, arm / control: " + _listed(values)]
         lines += [""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -205,9 +234,18 @@ def _said(c: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """In plain words."""
     if "effect" not in c:
         return f"not finished, {c['missing']} runs to go."
-    if c["verdict"] is not None:
-        return _MEANS[c["verdict"]] + (" Neither side learned the task." if _little(c) else "")
-    return "no verdict."
+    words = [f"{note}{_why(c, results)}." for note in _broke(c)]
+    if c["verdict"] is None:
+        return " ".join(["no verdict.", *words])
+    return " ".join([_MEANS[c["verdict"]], *(["Neither side learned the task."] if _little(c) else []), *words])
+
+
+def _why(c: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """What a run that broke down said of it, if one of them did."""
+    mine = {(c["task"], c[side]["system"]) for side in ("arm", "control")}
+    said = (r["note"] for r in results["runs"] if (r["task"], r["system"]) in mine and r["broke"] and r.get("note"))
+    note = next(said, "")
+    return f" ({note})" if note else ""
 
 
 def _beside(e: Mapping[str, Any]) -> list[str]:
@@ -229,14 +267,20 @@ def _fields(e: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
         yield field, (arm, e["control"][field])
 
 
+def _link(e: Mapping[str, Any]) -> str:
+    return f"[{e['id']}](#{_anchor(e)})"
+
+
 def _anchor(e: Mapping[str, Any]) -> str:
     text = f"{e['id']}: {e['question']}".lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
 def _outcome(c: Mapping[str, Any]) -> str:
-    """Whether a calibration came out as it must."""
-    return "not known yet" if "effect" not in c else "yes" if c["holds"] else "NO"
+    """Whether a calibration came out as it must; that of equals says how."""
+    if "effect" not in c:
+        return "not known yet"
+    return "NO" if not c["holds"] else "yes" if c["verdict"] == "helps" else f"yes, {c['verdict']}"
 
 
 def _code(text: str) -> str:
@@ -255,14 +299,58 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     found: dict[str, list[str]] = {}
     for e in results["experiments"]:
         for c in e["compared"]:
-            if c.get("verdict"):
-                found.setdefault(c["verdict"], []).append(f"{e['id']} on {c['task']} ({c['effect']:+.3f}{_little(c)})")
-    said = {
-        "helps": "Helps", "hurts": "Hurts", "equivalent": "Makes no difference that matters",
-        "undecided": "Not decided by these runs",
-    }  # fmt: skip
-    lines = [f"{word}: {', '.join(found[verdict])}." for verdict, word in said.items() if verdict in found]
+            where = f"{e['id']} on {c['task']}"
+            if "effect" not in c:
+                found.setdefault("missing", []).append(f"{where} ({c['missing']} runs to go)")
+            elif c["verdict"]:
+                little = c["verdict"] in ("equivalent", "undecided") and _little(c)
+                noted = "".join(f"; {note}" for note in (*_broke(c), *_dearer(c)))
+                found.setdefault("little" if little else c["verdict"], []).append(
+                    f"{where} ({c['effect']:+.3f}{noted})"
+                )
+    if not any(name in found for name in _MEANS):
+        return []
+    lines = [f"{word}: {', '.join(found[name])}." for name, word in _WORDS.items() if name in found]
     return [*lines, *findings.found(results), *_uncorrected(results)]
+
+
+_WORDS = {
+    "helps": "Helps", "hurts": "Hurts", "equivalent": "Makes no difference that matters",
+    "undecided": "Not decided by these runs", "little": "Says nothing, since neither side learned the task",
+    "missing": "Not finished",
+}  # fmt: skip
+_DEAR = 1.5  # times the FLOPs or milliseconds of a control that a reader must know of
+
+
+def _broke(c: Mapping[str, Any]) -> list[str]:
+    """Runs that ended in what is no number, of either side."""
+    sides = ((side, c[side]["broke"], len(c[side]["values"])) for side in ("arm", "control"))
+    return [f"{broke} of {runs} runs of the {side} broke down" for side, broke, runs in sides if broke]
+
+
+def _dearer(c: Mapping[str, Any]) -> list[str]:
+    """What an arm that helps costs."""
+    pairs = (("FLOPs", "flops"), ("milliseconds", "step_ms")) if c["verdict"] == "helps" else ()
+    ratios = [(word, c["arm"].get(key, 0) / (c["control"].get(key) or 1)) for word, key in pairs]
+    return [f"{ratio:.1f} times the {word}" for word, ratio in ratios if ratio >= _DEAR]
+
+
+_CLAIMS = ("", "asked", "published", "arm", "control", "measured", "95 %", "verdict")
+_PUBLISHED = (
+    "Papers' claims beside what came out here, at the sizes of this page, which are smaller than theirs: a verdict is "
+    "of these runs, not of the paper."
+)
+
+
+def published(results: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]:
+    """Experiments of which something is published, their first comparisons, and the first cells of a row of these."""
+    asked = [(e, e["compared"][0]) for e in results["experiments"] if e.get("said") and not e["said"].startswith("no ")]
+    return [(e, c, (e["question"], e["said"], _measured(c, "arm"), _measured(c, "control"))) for e, c in asked]
+
+
+def _measured(c: Mapping[str, Any], side: str) -> str:
+    """A mean with its unit."""
+    return f"{_mean(c, side)} {_UNIT[c['metric']]}" if c[side]["values"] else "–"
 
 
 def _sizes(results: Mapping[str, Any]) -> str:
@@ -282,12 +370,10 @@ def _uncorrected(results: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _little(c: Mapping[str, Any]) -> str:
-    """Where neither side has learned the task, a difference says little."""
+def _little(c: Mapping[str, Any]) -> bool:
+    """Whether neither side has learned the task, so that a difference says little."""
     sides = [list(c[side]["values"].values()) for side in ("arm", "control")]
-    if c["metric"] == "accuracy" and all(v and sum(v) / len(v) < _LITTLE for v in sides):
-        return "; neither side learned it"
-    return ""
+    return c["metric"] == "accuracy" and all(v and sum(v) / len(v) < _LITTLE for v in sides)
 
 
 def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -334,7 +420,9 @@ figure img { max-width: 100%; min-width: 38rem; height: auto; background: white;
 def page(results: Mapping[str, Any]) -> str:
     """One HTML page without any external resource: table, heat map, curves, and every pair side by side."""
     e = html.escape
-    how = "".join(f"<dt>{e(name)}</dt><dd>{e(text)}</dd>" for name, text in _how(results))
+    how = "".join(
+        f"<dt>{e(name)}</dt>{''.join(f'<dd>{e(text)}</dd>' for text in texts)}" for name, texts in _how(results)
+    )
     out = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -344,7 +432,7 @@ def page(results: Mapping[str, Any]) -> str:
     ]
     if results["verdicts"]:
         out.append(f'<p class="warn">{e(results["verdicts"][:1].upper() + results["verdicts"][1:])}.</p>')
-    out += [f"<p>{e(_METHOD)}</p><details><summary>how it was made</summary><dl>{how}</dl></details>"]
+    out += [f"<p>{e(_method(results))}</p><details><summary>how it was made</summary><dl>{how}</dl></details>"]
     head = ("calibration", "what must come out", "task", "arm", "control", "effect", "95 %", "as it must be")
     out.append(_table(head, [
         tuple(map(e, (c["id"], c["question"], c["task"], _mean(c, "arm"), _mean(c, "control"), *_effect(c),
@@ -353,9 +441,12 @@ def page(results: Mapping[str, Any]) -> str:
     ]))  # fmt: skip
     if words := summary(results):
         out.append("<h2>In plain words</h2><ul>" + "".join(f"<li>{e(line)}</li>" for line in words) + "</ul>")
+    if rows := published(results):
+        table = _table(_CLAIMS, [(_jump(x), *map(e, (*texts, *_effect(c))), _badge(c)) for x, c, texts in rows])
+        out.append(f"<h2>What is published, and what was measured</h2><p>{e(_PUBLISHED)}</p>{table}")
     columns = ("id", "task", "arm", "control", "effect", "95 %", "p, Holm", "verdict", "FLOPs", "state", "ms")
     out.append("<h2>Comparisons</h2>" + _table(columns, [
-        (f'<a href="#{e(x["id"])}">{e(x["id"])}</a>', e(c["task"]), e(_mean(c, "arm")), e(_mean(c, "control")),
+        (_jump(x), e(c["task"]), e(_mean(c, "arm")), e(_mean(c, "control")),
          *map(e, _effect(c)), e(_p(c)), _badge(c), *_costs(c))
         for x in results["experiments"] for c in x["compared"]
     ]))  # fmt: skip
@@ -369,6 +460,10 @@ def page(results: Mapping[str, Any]) -> str:
         )
     out += [_section(x, results) for x in results["experiments"]]
     return "\n".join([*out, "</body></html>"]) + "\n"
+
+
+def _jump(x: Mapping[str, Any]) -> str:
+    return f'<a href="#{html.escape(x["id"])}">{html.escape(x["id"])}</a>'
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -399,7 +494,8 @@ def _section(x: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         line = (
             f"<b>{e(c['task'])}</b>: {e(effect)} {e(_UNIT[c['metric']])} {e(interval and f'({interval})')} {_badge(c)}"
         )
-        by = "".join(f"<br>accuracy by {kind}, arm / control: {e(_listed(values))}" for kind, values in _by(c))
+        unit = _UNIT[c["metric"]]
+        by = "".join(f"<br>{unit} by {kind}, arm / control: {e(_listed(values))}" for kind, values in _by(c))
         found.append(
             f'<p>{line}</p>{_bar(c, x["margin"])}<p class="cost">{e(_said(c, results))} {e(_counted(c))}{by}</p>'
         )
