@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 import axes
 from axes.errors import AxesError
-from axes.files import explained, read_json, write_json
+from axes.files import explained, is_temporary, read_json, write_json
 from axes.transfer.experiments import Experiment
 from axes.transfer.plan import Plan
 from axes.transfer.training import Run, run_of
@@ -47,7 +47,11 @@ class ResultsFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No other process writes here meanwhile. Raises AxesError if one does."""
+        """No other process writes here meanwhile. Raises AxesError if one does, or if the folder is somebody else's."""
+        plan = self.path / _PLAN
+        there = [p.name for p in self.path.iterdir()] if self.path.is_dir() and not plan.exists() else []
+        if any(name not in (_RUNS, _LOCK) and not is_temporary(name, plan) for name in there):
+            raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
         with explained(self.path):
             (self.path / _RUNS).mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / _LOCK)
@@ -73,8 +77,6 @@ class ResultsFolder:
             if wrong := _unlike(before, described):
                 raise AxesError(f"{self} holds runs of {wrong}: choose another --out")
             described = _joined(before, described)
-        elif any(self.path.iterdir()) and {p.name for p in self.path.iterdir()} - {_RUNS, _LOCK}:
-            raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
         write_json(path, described)
         return described
 

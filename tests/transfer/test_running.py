@@ -116,11 +116,20 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
     monkeypatch.setattr(folders, "version", lambda: "0.0.1")
     with pytest.raises(AxesError, match="another version"):
         folder.begin(planned(("D4",), form="quick"))
-    (tmp_path / "letter.txt").write_text("mine")
-    with pytest.raises(AxesError, match="did not write"):
-        ResultsFolder(tmp_path).begin(planned(("D4",), form="quick"))
     with pytest.raises(AxesError, match="holds no results"):
         ResultsFolder(tmp_path).plan()
+
+
+def test_a_folder_of_somebody_else_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(AxesError, match="did not write"):
+        run(planned(("D4",), form="quick"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+    killed = tmp_path / "killed"  # while its plan was written
+    killed.mkdir()
+    (killed / ".plan.123.json").write_text("{")
+    with ResultsFolder(killed).held():
+        pass
 
 
 def test_one_writer(filled: Path) -> None:
