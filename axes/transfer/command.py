@@ -21,7 +21,7 @@ from axes.errors import AxesError, UnknownName
 from axes.files import write_text
 from axes.moves import Axis, pair
 from axes.tasks.capacity import curve
-from axes.transfer import experiments, named, own, pictures, report
+from axes.transfer import experiments, named, own, page, pictures, report, words
 from axes.transfer.folder import ResultsFolder, put_together
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
@@ -109,7 +109,7 @@ def run(
         typer.echo(f"stopped; finished runs are kept, the same command goes on: {folder}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     _written(results, ResultsFolder(folder), console)
-    if left := sum(c.get("missing", 0) for c in report.compared(results)):
+    if left := sum(c.get("missing", 0) for c in words.compared(results)):
         console.print(f"stopped at its limit; at least {left} runs to go: the same command goes on", markup=False)
 
 
@@ -165,9 +165,9 @@ def _written(results: dict[str, Any], folder: ResultsFolder, console: Console) -
         console.print(table)
     if results["verdicts"]:
         console.print(results["verdicts"], markup=False)
-    for said in report.notes(results):
+    for said in words.notes(results):
         console.print(said, markup=False, soft_wrap=True)
-    write_text(folder.path / "transfer.html", report.page(results))
+    write_text(folder.path / "transfer.html", page.page(results))
     pictures.save(pictures.heat_map(results), folder.path / "heat-map.png")
     pictures.save(pictures.curves(results), folder.path / "curves.png")
     console.print(f"page: {folder.path / 'transfer.html'}; numbers: {folder.results}", markup=False, soft_wrap=True)

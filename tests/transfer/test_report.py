@@ -17,7 +17,7 @@ from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
 from axes.optim import SGD
 from axes.sequence import GatedDeltaNet
-from axes.transfer import report
+from axes.transfer import page, report, words
 from axes.transfer.findings import FINDINGS, found
 from axes.transfer.folder import described_plan
 from axes.transfer.named import NAMED
@@ -86,21 +86,19 @@ def test_verdicts_follow_intervals_where_calibrations_hold() -> None:
 def test_no_verdict_without_what_is_known(given: dict[str, Any], said: str) -> None:
     found = results(**given)
     assert said in found["verdicts"] and not any(c.get("verdict") for e in found["experiments"] for c in e["compared"])
-    text, page = report.markdown(found), report.page(found)
-    assert "it helps" not in text and 'class="v helps"' not in page and said.split()[-1] in text
+    text, html = report.markdown(found), page.page(found)
+    assert "it helps" not in text and 'class="v helps"' not in html and said.split()[-1] in text
     if "upto" in given:
-        assert "4 runs to go" in text and "4 runs to go" in page
+        assert "4 runs to go" in text and "4 runs to go" in html
 
 
 def test_a_page_that_needs_nothing_else() -> None:
     found = results()
-    page = report.page(found)
-    assert page.count("data:image/png;base64,") == 2 and "http" not in re.sub(r"base64,[^\"]*", "", page)
-    assert (
-        'class="v helps"' in page and 'class="v hurts"' in page and page == report.page(json.loads(json.dumps(found)))
-    )
+    html = page.page(found)
+    assert html.count("data:image/png;base64,") == 2 and "http" not in re.sub(r"base64,[^\"]*", "", html)
+    assert 'class="v helps"' in html and 'class="v hurts"' in html and html == page.page(json.loads(json.dumps(found)))
     (s1,) = (e for e in found["experiments"] if e["id"] == "S1")
-    section = report._section(s1, found)
+    section = page._section(s1, found)
     assert section.count("<mark>") == 2 and "<mark>Euclidean()</mark>" in section
     text = report.markdown(found)
     assert "| **h** |" in text and "The whole interval is above the margin: it helps." in text
@@ -147,7 +145,7 @@ def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
     found["date"] = "2026-01-02; 2026-01-03"
     (e,) = (e for e in found["experiments"] if e["id"] == "L2")
     e["said"] = "it forgets less (Somebody 2026)"
-    text, page = report.markdown(found), report.page(found)
+    text, html = report.markdown(found), page.page(found)
     for said in (
         "Helps: S1 on multi-query-recall (+0.400; 2 of 6 runs of the control broke down; 3.0 times the FLOPs)",
         "Says nothing, since neither side learned the task: D3 on digits",
@@ -157,9 +155,9 @@ def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
         "Parameters agree within 1 % but for S1 (20 %), tokens exactly.",
         "so that more than a tuple may differ",
     ):  # fmt: skip
-        assert said.replace("+0.400", f"{s1['effect']:+.3f}") in text and said.split("(")[0] in page, said
-    assert "| it forgets less (Somebody 2026) | 2.30" in text and '<td data-column="published">it forgets less' in page
-    assert "- dates:\n  - `2026-01-02`\n  - `2026-01-03`" in text and "<dd>2026-01-03</dd>" in page
+        assert said.replace("+0.400", f"{s1['effect']:+.3f}") in text and said.split("(")[0] in html, said
+    assert "| it forgets less (Somebody 2026) | 2.30" in text and '<td data-column="published">it forgets less' in html
+    assert "- dates:\n  - `2026-01-02`\n  - `2026-01-03`" in text and "<dd>2026-01-03</dd>" in html
     plain = report.markdown(results())
     assert "What is published" not in plain and "Parameters agree within 1 %, tokens exactly" in plain
 
@@ -172,9 +170,9 @@ def test_experiments_stand_in_the_order_of_the_list() -> None:
 
 
 def test_a_correction_that_can_reject_nothing_is_said() -> None:
-    said = [line for line in report.summary(results()) if "Holm" in line]
+    said = [line for line in words.summary(results()) if "Holm" in line]
     assert said and "p is at least 0.031, so that over 4 experiments" in said[0]
-    assert not report._uncorrected({**results(), "seeds": 12})
+    assert not words._uncorrected({**results(), "seeds": 12})
 
 
 def test_the_page_in_the_docs_is_of_its_results_file() -> None:
