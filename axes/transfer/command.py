@@ -39,7 +39,7 @@ def list_(
 ) -> None:
     """Every experiment: what is asked, and the tuples of control and arm as one, what moved marked."""
     table = Table("id", "on", Column("question", max_width=36), "from", "control -> arm", show_lines=True)
-    for e in named.found(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
+    for e in named.find(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
         around = [f"* {d}" for d in e.moved if d.path.startswith("block.")]
         said = "\n".join([pair(e.control, e.arm), *around])
         table.add_row(e.id, e.axis, e.question, e.source, escape(said))

@@ -18,7 +18,7 @@ import torch
 from axes.errors import AxesError, UnknownName
 from axes.transfer.capture import Capture
 from axes.transfer.experiments import CALIBRATIONS, FLIPPED, TASKS, Calibration, Experiment
-from axes.transfer.named import found as find
+from axes.transfer.named import find
 from axes.transfer.statistics import FEWEST
 from axes.transfer.systems import System
 from axes.transfer.training import Job, Run

@@ -25,8 +25,9 @@ from axes.errors import AxesError, UnknownName
 from axes.transfer import folder as folders
 from axes.transfer import training, trials
 from axes.transfer.capture import Again, Captured, require_capture
-from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS, find
+from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS
 from axes.transfer.folder import ResultsFolder, put_together
+from axes.transfer.named import find
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder, without_times
 from axes.transfer.running import RunsFailed, run
