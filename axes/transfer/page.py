@@ -120,7 +120,7 @@ def _section(x: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     for c in x["compared"]:
         (effect, interval), unit = words.effect(c), words.UNIT[c["metric"]]
         line = f"<b>{e(c['task'])}</b>: {e(effect)} {e(unit)} {e(interval and f'({interval})')} {_badge(c)}"
-        by = "".join(f"<br>{unit} by {kind}, arm / control: {e(words.listed(values))}" for kind, values in words.by(c))
+        by = "".join(f"<br>{what}, arm / control: {e(words.listed(values))}" for what, values in words.by(c))
         cost = f"{e(words.said(c, results))} {e(words.counted(c))}{by}"
         found.append(f'<p>{line}</p>{_bar(c, x["margin"])}<p class="cost">{cost}</p>')
     return (

@@ -91,8 +91,8 @@ def _section(e: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"- {text}" for text in words.beside(e))
     for c in e["compared"]:
         yield f"- {c['task']}: {words.said(c, results)} {words.counted(c)}."
-        for kind, values in words.by(c):
-            yield f"  - {words.UNIT[c['metric']]} by {kind}, arm / control: {words.listed(values)}"
+        for what, values in words.by(c):
+            yield f"  - {what}, arm / control: {words.listed(values)}"
 
 
 def _link(e: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from axes.transfer import findings
+from axes.transfer.trials import loss_by
 
 UNIT = {"accuracy": "accuracy", "bits per byte": "bits a byte", "explained": "share explained"}
 _MEANS = {
@@ -80,10 +81,14 @@ def _edge(side: Mapping[str, Any]) -> str:
 
 
 def by(c: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, float, float]]]]:
-    """The metric of arm and control by length, by pairs, by position."""
+    """The metric of arm and control, and the loss of answers, by length, by pairs, by position: what, and values."""
     arm, control = (c[side].get("by", {}) for side in ("arm", "control"))
-    shared = [kind for kind in ("length", "pairs", "position") if kind in arm and kind in control]
-    return [(kind, [(n, v, control[kind][n]) for n, v in arm[kind].items() if n in control[kind]]) for kind in shared]
+    found = []
+    for kind in ("length", "pairs", "position"):
+        for name, text in ((kind, f"{UNIT[c['metric']]} by {kind}"), (loss_by(kind), f"loss by {kind}, in nats")):
+            shared = [(n, v, control[name][n]) for n, v in arm.get(name, {}).items() if n in control.get(name, {})]
+            found += [(text, shared)] if shared else []
+    return found
 
 
 def how(results: Mapping[str, Any]) -> list[tuple[str, list[str]]]:

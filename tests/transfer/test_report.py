@@ -136,7 +136,7 @@ def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
     s1["control"]["broke"], s1["arm"]["flops"], s1["arm"]["parameters"] = 2, 3 * s1["control"]["flops"], 12
     for side in ("arm", "control"):
         d3[side]["values"] = dict.fromkeys(d3[side]["values"], 0.05)
-        l2[side]["by"] = {"position": {"16": 2.5}}
+        l2[side]["by"] = {"position": {"16": 2.5}, "loss by position": {"16": 1.5}}
     d5["missing"] = 6
     del d5["effect"]
     system, task = s1["control"]["system"], s1["task"]
@@ -152,6 +152,7 @@ def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
         "Not finished: D5 on digits (6 runs to go)",
         "2 of 6 runs of the control broke down (it broke down: no factors).",
         "bits a byte by position, arm / control: 16: 2.500 / 2.500",
+        "loss by position, in nats, arm / control: 16: 1.500 / 1.500",
         "Parameters agree within 1 % but for S1 (20 %), tokens exactly.",
         "so that more than a tuple may differ",
     ):  # fmt: skip
