@@ -194,15 +194,14 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     found: dict[str, list[str]] = {}
     for e in results["experiments"]:
         for c in e["compared"]:
-            where = f"{e['id']} on {c['task']}"
-            if "effect" not in c:
-                found.setdefault("missing", []).append(f"{where} ({c['missing']} runs to go)")
-            elif c["verdict"]:
-                little = c["verdict"] in ("equivalent", "undecided") and _little(c)
-                noted = "".join(f"; {note}" for note in (*_broke(c), *_dearer(c)))
-                found.setdefault("little" if little else c["verdict"], []).append(
-                    f"{where} ({c['effect']:+.3f}{noted})"
-                )
+            kind, noted = "missing", f"{c.get('missing')} runs to go"
+            if "effect" in c:
+                if not c["verdict"]:
+                    continue
+                kind = "little" if c["verdict"] in ("equivalent", "undecided") and _little(c) else c["verdict"]
+                noted = "; ".join((f"{c['effect']:+.3f}", *_broke(c), *_dearer(c)))
+            asked = f" ({e['question']})" if kind in ("helps", "hurts") and "said" not in e else ""
+            found.setdefault(kind, []).append(f"{e['id']}{asked} on {c['task']} ({noted})")
     if not any(name in found for name in _MEANS):
         return []
     lines = [f"{word}: {', '.join(found[name])}." for name, word in _WORDS.items() if name in found]

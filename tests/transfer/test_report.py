@@ -147,7 +147,8 @@ def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
     e["said"] = "it forgets less (Somebody 2026)"
     text, html = report.markdown(found), page.page(found)
     for said in (
-        "Helps: S1 on multi-query-recall (+0.400; 2 of 6 runs of the control broke down; 3.0 times the FLOPs)",
+        "Helps: S1 (does the metric of recursive least squares help tokens recall?) on multi-query-recall (+0.400; "
+        "2 of 6 runs of the control broke down; 3.0 times the FLOPs)",
         "Says nothing, since neither side learned the task: D3 on digits",
         "Not finished: D5 on digits (6 runs to go)",
         "2 of 6 runs of the control broke down (it broke down: no factors).",
