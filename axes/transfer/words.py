@@ -26,9 +26,16 @@ def compared(results: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def notes(results: Mapping[str, Any]) -> list[str]:
-    """What went otherwise than it was asked for, and in how many runs."""
+    """What went otherwise than it was asked for, whose runs, and in how many."""
+    whose: dict[tuple[str, str], str] = {}
+    for c in (*results["calibrations"], *({**c, "id": e["id"]} for e in results["experiments"] for c in e["compared"])):
+        for side in ("arm", "control"):
+            whose.setdefault((c["task"], c[side]["system"]), f"the {side} of {c['id']} on {c['task']}")
     found = Counter((run["task"], run["system"], run.get("note", "")) for run in results["runs"])
-    return [f"{task}-{system}: {note} ({n} runs)" for (task, system, note), n in found.items() if note]
+    return [
+        f"{whose.get((task, system), f'{task}-{system}')}: {note} ({n} run{'s' * (n > 1)})"
+        for (task, system, note), n in found.items() if note
+    ]  # fmt: skip
 
 
 def effect(c: Mapping[str, Any]) -> tuple[str, str]:

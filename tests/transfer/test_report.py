@@ -160,6 +160,7 @@ def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
         assert said.replace("+0.400", f"{s1['effect']:+.3f}") in text and said.split("(")[0] in html, said
     assert "| it forgets less (Somebody 2026) | 2.30" in text and '<td data-column="published">it forgets less' in html
     assert "- dates:\n  - `2026-01-02`\n  - `2026-01-03`" in text and "<dd>2026-01-03</dd>" in html
+    assert words.notes(found) == ["the control of S1 on multi-query-recall: it broke down: no factors (1 run)"]
     plain = report.markdown(results())
     assert "What is published" not in plain and "Parameters agree within 1 %, tokens exactly" in plain
 

@@ -332,7 +332,7 @@ def test_captures_that_cannot_be() -> None:
 
 def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None) -> None:
     monkeypatch.setattr("axes.tasks.machine.memory", lambda device: 1000)
-    with pytest.raises(AxesError, match=r"parity-.*need at least .* GB"):
+    with pytest.raises(AxesError, match=r"the arm of parity: parity-.*need at least .* GB"):
         run(planned(("D4",), form="quick"), tmp_path / "out")
 
 
