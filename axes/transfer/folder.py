@@ -124,7 +124,7 @@ def _joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Two plans that are not unlike, as one."""
     return {
         **before,
-        **{name: _both(before.get(name, ""), now.get(name, "")) for name in _GROWS},
+        **{name: _both(before.get(name, "unknown"), now.get(name, "unknown")) for name in _GROWS},
         "trials": before["trials"] | now["trials"],
         "experiments": before["experiments"] | now["experiments"],
         "calibrations": now["calibrations"],

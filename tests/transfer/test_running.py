@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 from axes.errors import AxesError, UnknownName
+from axes.files import write_json
 from axes.transfer import folder as folders
 from axes.transfer import training, trials
 from axes.transfer.capture import Again, Captured, require_capture
@@ -107,6 +109,12 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
     folder = ResultsFolder(filled)
     folder.begin(planned(("L1",), form="quick"))  # more experiments are welcome
     assert set(folder.plan()["experiments"]) == {"D4", "L1"}
+    plan = folder.plan()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d(; \d{4}-\d\d-\d\d)?", plan["date"])  # midnight may lie between
+    del plan["date"]  # as earlier versions wrote it
+    write_json(filled / "plan.json", plan)
+    folder.begin(planned(("D4",), form="quick"))
+    assert folder.plan()["date"].split("; ")[0] == "unknown"
     with pytest.raises(AxesError, match="another number of seeds, 3, not 4"):
         folder.begin(planned(("D4",), form="quick", seeds=4))
     with pytest.raises(AxesError, match="another form, quick, not whole"):
