@@ -6,7 +6,7 @@ Nothing here decides: each adapter answers for itself (`plans`, `default_plans`)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from axes.routes import dispatch
 from axes.routes.choice import Choice, Implementation, Plan, Target
 from axes.routes.select import Shapes
 from axes.routes.select import plans as plans_of_a_sequence
+
+if TYPE_CHECKING:
+    from axes.moves import Axis
 
 
 def select(
@@ -52,13 +55,29 @@ def select(
     return plans(obj, device, dtype, implementation)[0].choice
 
 
-def explain(obj: object, device: str | torch.device | Target | None = None, dtype: torch.dtype | None = None) -> str:
-    """Tuple, normal form, derived facts, what runs and why not something faster, as text; arguments as for `select`."""
+def explain(
+    obj: object,
+    device: str | torch.device | Target | None = None,
+    dtype: torch.dtype | None = None,
+    axis: Axis | None = None,
+) -> str:
+    """Tuple, normal form, derived facts, what runs and why not something faster, as text; arguments as for `select`.
+
+    axis: "data", "sequence" or "depth": of the tuple as `axes.retarget` moves it there. First come both, field by
+    field, what moved marked.
+
+    Raises:
+        AxesError: as `select`; the tuple has no meaning on the axis (with the reason).
+    """
     lines: list[str] = []
+    if axis is not None:
+        update = plans(obj)[0].update
+        obj, text = _moved(update, axis)
+        lines += [text, ""]
     about: StateUpdate | None = None
     for plan in plans(obj, device, dtype):
         if plan.update is not about:
-            lines += [*([""] if lines else []), *_facts(plan.update)]
+            lines += [*([""] if about else []), *_facts(plan.update)]
             about = plan.update
         route, who, reason = plan.choice
         lines.append(f"{plan.name:<12} {route} by {who} on {plan.target}, {_word(plan.dtype)}: {reason}")
@@ -101,6 +120,22 @@ def plans(
     if not found:
         raise AxesError(f"{type(obj).__name__} has no parameter that would be stepped, so nothing runs")
     return found
+
+
+def _moved(update: StateUpdate, axis: Axis) -> tuple[object, str]:
+    """What runs a tuple on another axis, and the tuple beside what it is there."""
+    from axes.moves import pair, retarget
+
+    moved = retarget(update, axis)
+    if axis == "data":
+        from axes.optim import optimizer
+
+        return optimizer(moved), pair(update, moved)
+    if axis == "depth":
+        from axes.depth import mixer
+
+        return mixer(moved), pair(update, moved)
+    return moved, pair(update, moved)
 
 
 def _facts(update: StateUpdate) -> Iterable[str]:

@@ -314,6 +314,9 @@ def explain(
         typer.Option(help="cpu, cuda, ..., or a GPU by its capability, here or not: cuda:sm_80. Default: cpu."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(_COMPUTED)}. Default: float32.")] = None,
+    axis: Annotated[
+        str | None, typer.Option(help="data, sequence or depth: the tuple there, beside its own, what moved marked.")
+    ] = None,
 ) -> None:
     """Print the tuple of a system, what follows from it, and what would execute it; or a claim with its numbers."""
     if dtype is not None and dtype not in _COMPUTED:
@@ -321,11 +324,12 @@ def explain(
     if re.fullmatch("[A-Ka-k][0-9]{2}", name):
         from axes.claims.command import explanation  # the register is large: only its own commands load it
 
-        if device is not None or dtype is not None:
-            raise AxesError(f"a claim runs on no device: leave out --device and --dtype for {name}")
+        if (device, dtype, axis) != (None, None, None):
+            raise AxesError(f"a claim runs nowhere: leave out --device, --dtype and --axis for {name}")
         typer.echo(explanation(name))
         return
-    typer.echo(answers.explain(name, device, None if dtype is None else _COMPUTED[dtype]))
+    onto = cast(catalogue.Axis | None, axis)  # refused where it is no axis
+    typer.echo(answers.explain(name, device, None if dtype is None else _COMPUTED[dtype], onto))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""A tuple on another axis: `retarget`; and what tells two tuples apart, field by field: `differences`.
+"""A tuple on another axis: `retarget`; what tells two tuples apart, field by field: `differences`, `pair`.
 
 What an axis supplies differs, the algorithm does not. A loss hands the training step a gradient, tokens and layers hand
 over pairs (k, v); a training step has numbers that are scheduled, tokens and layers have rates that are projected or
@@ -70,6 +70,36 @@ def _differ(path: str, a: Any, b: Any) -> Iterator[Difference]:
             yield from _differ(f"{path}[{i}]", x, y)
     elif a != b:
         yield Difference(path, a, b)
+
+
+def pair(first: StateUpdate, second: StateUpdate) -> str:
+    """Two tuples as text, a field a line. A field in which they differ is marked, and has in place what it differs in.
+
+    >>> from axes.core.algorithms import Step
+    >>> rate = Step(Per("beta"))
+    >>> print(pair(StateUpdate(Alignment(), algorithm=rate), StateUpdate(SquaredError(), algorithm=rate)))
+    * cost       [Alignment() -> SquaredError()]
+      h          Euclidean()
+      monoid     Identity()
+      algorithm  Step(rate=Per(name='beta'))
+      memory     Matrix()
+    """
+    a, b = first.normal(), second.normal()
+    fields = ((field.name, getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    return "\n".join(f"{' ' if x == y else '*'} {name:<9}  {_both(x, y)}" for name, x, y in fields)
+
+
+def _both(a: Any, b: Any) -> str:
+    """As `repr`, with [a -> b] where `_differ` finds a difference."""
+    if a == b:
+        return repr(b)
+    if isinstance(a, Declared) and type(a) is type(b):
+        names = [f.name for f in dataclasses.fields(a)]  # type: ignore[arg-type]
+        parts = [(n, getattr(a, n), getattr(b, n)) for n in names]
+        return f"{type(b).__name__}({', '.join(f'{n}={_both(x, y)}' for n, x, y in parts if x != y or n in b.said())})"
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return f"({', '.join(_both(x, y) for x, y in zip(a, b, strict=True))}{',' if len(b) == 1 else ''})"
+    return f"[{a!r} -> {b!r}]"
 
 
 def replaced(update: StateUpdate, values: Mapping[str, Any]) -> StateUpdate:

@@ -42,12 +42,15 @@ class Declared:
         require_numbers(self)
 
     def __repr__(self) -> str:
-        shown = (
-            f"{field.name}={value!r}"
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.said())})"
+
+    def said(self) -> tuple[str, ...]:
+        """The fields that are not what they are when left out."""
+        return tuple(
+            field.name
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
-            if not _same(value := getattr(self, field.name), self._undeclared(field))
+            if not _same(getattr(self, field.name), self._undeclared(field))
         )
-        return f"{type(self).__name__}({', '.join(shown)})"
 
     def _undeclared(self, field: dataclasses.Field[object]) -> object:
         """The value of a field that was left out; classes that complete a default in __post_init__ say so here."""

@@ -12,15 +12,16 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from axes import catalogue
 from axes.errors import AxesError, UnknownName
 from axes.files import write_text
-from axes.moves import Axis
+from axes.moves import Axis, pair
 from axes.tasks.capacity import curve
-from axes.transfer import experiments, named, own, pictures, report
+from axes.transfer import experiments, named, own, page, pictures, report, words
 from axes.transfer.folder import ResultsFolder, put_together
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder
@@ -36,10 +37,12 @@ _INTERRUPTED = 130
 def list_(
     names: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="As S1; all if none.")] = None,
 ) -> None:
-    """Every experiment: what is asked, the tuple of the arm, and what its control has in the place of what moved."""
-    table = Table("id", "on", "question", "from", "what moved: control -> arm", show_lines=True)
-    for e in named.found(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
-        table.add_row(e.id, e.axis, e.question, e.source, "\n".join(map(str, e.moved)))
+    """Every experiment: what is asked, and the tuples of control and arm as one, what moved marked."""
+    table = Table("id", "on", Column("question", max_width=36), "from", "control -> arm", show_lines=True)
+    for e in named.find(tuple(names or ())) if names else (*experiments.EXPERIMENTS, *named.NAMED):
+        around = [f"* {d}" for d in e.moved if d.path.startswith("block.")]
+        said = "\n".join([pair(e.control, e.arm), *around])
+        table.add_row(e.id, e.axis, e.question, e.source, escape(said))
     _console(160).print(table)
 
 
@@ -106,7 +109,7 @@ def run(
         typer.echo(f"stopped; finished runs are kept, the same command goes on: {folder}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     _written(results, ResultsFolder(folder), console)
-    if left := sum(c.get("missing", 0) for c in report.compared(results)):
+    if left := sum(c.get("missing", 0) for c in words.compared(results)):
         console.print(f"stopped at its limit; at least {left} runs to go: the same command goes on", markup=False)
 
 
@@ -162,9 +165,9 @@ def _written(results: dict[str, Any], folder: ResultsFolder, console: Console) -
         console.print(table)
     if results["verdicts"]:
         console.print(results["verdicts"], markup=False)
-    for said in report.notes(results):
+    for said in words.notes(results):
         console.print(said, markup=False, soft_wrap=True)
-    write_text(folder.path / "transfer.html", report.page(results))
+    write_text(folder.path / "transfer.html", page.page(results))
     pictures.save(pictures.heat_map(results), folder.path / "heat-map.png")
     pictures.save(pictures.curves(results), folder.path / "curves.png")
     console.print(f"page: {folder.path / 'transfer.html'}; numbers: {folder.results}", markup=False, soft_wrap=True)

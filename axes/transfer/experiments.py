@@ -23,7 +23,7 @@ from axes.core.memory import Matrix
 from axes.core.monoids import GeneralLinear, Householder, Identity, Rotation, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.errors import AxesError, UnknownName
+from axes.errors import AxesError
 from axes.moves import Axis, Difference, differences, replaced
 from axes.sequence import DeltaNet, DeltaNetReflective
 from axes.sequence.blocks import Block, Standard
@@ -224,12 +224,3 @@ CALIBRATIONS: tuple[Calibration, ...] = (
     Calibration("null", "a system against itself, from other initial parameters",
                 replace(_COUNTS, draw=1), _COUNTS, LATE, helps=False),
 )  # fmt: skip
-
-
-def find(names: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
-    """Experiments by id, in the order of the names; all of them without names. Raises UnknownName."""
-    known = {e.id: e for e in EXPERIMENTS}
-    for name in names:
-        if name not in known:
-            raise UnknownName("experiment", name, known)
-    return tuple(dict.fromkeys(known[name] for name in names)) if names else EXPERIMENTS

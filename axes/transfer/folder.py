@@ -14,6 +14,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -23,7 +24,7 @@ from filelock import FileLock, Timeout
 
 import axes
 from axes.errors import AxesError
-from axes.files import explained, read_json, write_json
+from axes.files import explained, is_temporary, read_json, write_json
 from axes.transfer.experiments import Experiment
 from axes.transfer.plan import Plan
 from axes.transfer.training import Run, run_of
@@ -46,7 +47,11 @@ class ResultsFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No other process writes here meanwhile. Raises AxesError if one does."""
+        """No other process writes here meanwhile. Raises AxesError if one does, or if the folder is somebody else's."""
+        plan = self.path / _PLAN
+        there = [p.name for p in self.path.iterdir()] if self.path.is_dir() and not plan.exists() else []
+        if any(name not in (_RUNS, _LOCK) and not is_temporary(name, plan) for name in there):
+            raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
         with explained(self.path):
             (self.path / _RUNS).mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / _LOCK)
@@ -72,8 +77,6 @@ class ResultsFolder:
             if wrong := _unlike(before, described):
                 raise AxesError(f"{self} holds runs of {wrong}: choose another --out")
             described = _joined(before, described)
-        elif any(self.path.iterdir()) and {p.name for p in self.path.iterdir()} - {_RUNS, _LOCK}:
-            raise AxesError(f"{self} holds something that `axes transfer` did not write: choose another --out")
         write_json(path, described)
         return described
 
@@ -109,7 +112,8 @@ class ResultsFolder:
 _FIXED = {
     "form": "form", "seeds": "number of seeds", "device": "device", "capture": "way to step", "torch": "torch",
 }  # fmt: skip
-_GROWS = ("version", "hardware", "command")  # a folder that several commits, or GPUs, have filled says all of them
+# a folder that several commits, days or GPUs have filled says all of them
+_GROWS = ("version", "hardware", "command", "date")
 
 
 def _both(before: str, now: str) -> str:
@@ -120,7 +124,7 @@ def _joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Two plans that are not unlike, as one."""
     return {
         **before,
-        **{name: _both(before[name], now[name]) for name in _GROWS},
+        **{name: _both(before.get(name, "unknown"), now.get(name, "unknown")) for name in _GROWS},
         "trials": before["trials"] | now["trials"],
         "experiments": before["experiments"] | now["experiments"],
         "calibrations": now["calibrations"],
@@ -187,6 +191,7 @@ def described_plan(plan: Plan, command: str = "") -> dict[str, Any]:
         "format": FORMAT,
         "version": version(),
         "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
         "form": plan.form,
         "seeds": plan.seeds,
         "device": plan.device,

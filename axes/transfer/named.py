@@ -26,7 +26,7 @@ from axes.moves import differences
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Block
 from axes.sequence.charts import SSM, Chart, LogSigmoid
-from axes.transfer.experiments import EXPERIMENTS, MANY, PERMUTATIONS, SOURCE, Experiment, find
+from axes.transfer.experiments import EXPERIMENTS, MANY, PERMUTATIONS, SOURCE, Experiment
 
 _FIVE, _SUM = "permutations-5", "modular-sum"
 
@@ -142,10 +142,10 @@ NAMED: tuple[Experiment, ...] = (
 )  # fmt: skip
 
 
-def found(names: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
+def find(names: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
     """Experiments and named runs by id, in the order of the names; the experiments without. Raises UnknownName."""
     known = {e.id: e for e in (*EXPERIMENTS, *NAMED)}
     for name in names:
         if name not in known:
             raise UnknownName("experiment", name, known)
-    return tuple(dict.fromkeys(known[name] for name in names)) if names else find()
+    return tuple(dict.fromkeys(known[name] for name in names)) if names else EXPERIMENTS

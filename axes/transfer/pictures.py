@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from axes.files import replacing
+from axes.transfer.statistics import verdict
 
 _COLOURS = ("#0b6bcb", "#9a6700")  # of arms, of controls
 
@@ -27,8 +28,7 @@ def heat_map(results: Mapping[str, Any]) -> Any:
                 continue
             column, margins = tasks.index(c["task"]), c["effect"] / e["margin"]
             colour = drawn.to_rgba(max(-5.0, min(5.0, margins)))
-            decided = c["low"] > e["margin"] or c["high"] < -e["margin"] or max(-c["low"], c["high"]) < e["margin"]
-            hatch = None if decided else "///"
+            hatch = "///" if verdict(c["low"], c["high"], e["margin"]) == "undecided" else None
             cell = Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=colour, edgecolor="0.6", hatch=hatch, lw=0.5)
             plot.add_patch(cell)
             box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.5}

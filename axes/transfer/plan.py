@@ -18,7 +18,7 @@ import torch
 from axes.errors import AxesError, UnknownName
 from axes.transfer.capture import Capture
 from axes.transfer.experiments import CALIBRATIONS, FLIPPED, TASKS, Calibration, Experiment
-from axes.transfer.named import found as find
+from axes.transfer.named import find
 from axes.transfer.statistics import FEWEST
 from axes.transfer.systems import System
 from axes.transfer.training import Job, Run
@@ -93,6 +93,12 @@ class Plan:
     def trained(self) -> tuple[tuple[System, str], ...]:
         """Every system with its trial, once."""
         return tuple(dict.fromkeys((s, p.task) for p in self.pairs() for s in (p.arm, p.control)))
+
+    def whose(self, job: Job) -> str:
+        """Whose a run is, for a reader: "the arm of S6", of the first comparison that has it."""
+        sides = ((p, side, s) for p in self.pairs() for side, s in (("arm", p.arm), ("control", p.control)))
+        asked = (job.task, replace(job.system, draw=0))
+        return next((f"the {side} of {p.of}" for p, side, s in sides if (p.task, replace(s, draw=0)) == asked), "a run")
 
     def trials(self) -> dict[str, Trial]:
         return {p.task: trials(self.form)[p.task] for p in self.pairs()}

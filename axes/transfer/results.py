@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from axes.files import write_json
+from axes.transfer.experiments import EXPERIMENTS
 from axes.transfer.folder import ResultsFolder
+from axes.transfer.named import NAMED
 from axes.transfer.plan import SWEEP
 from axes.transfer.statistics import compare, holm
 from axes.transfer.training import Run
@@ -27,7 +29,7 @@ def compiled(plan: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Any]
     whole = plan["form"] != "quick"
     believed = whole and all(c["holds"] for c in calibrations)
     experiments = []
-    for e in plan["experiments"].values():
+    for e in sorted(plan["experiments"].values(), key=_place):
         compared = [_compared(plan, runs, e["systems"], task, e["margin"]) for task in e["tasks"]]
         experiments.append({**e, "compared": compared})
     primary = {e["id"]: e["compared"][0]["p"] for e in experiments if "p" in e["compared"][0]}
@@ -48,6 +50,12 @@ def compiled(plan: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Any]
     }
 
 
+def _place(e: Mapping[str, Any]) -> int:
+    """Where an experiment stands in the list of all, whichever command added it; one's own come last."""
+    known = [one.id for one in (*EXPERIMENTS, *NAMED)]
+    return known.index(e["id"]) if e["id"] in known else len(known)
+
+
 def compile_folder(folder: ResultsFolder) -> dict[str, Any]:
     """What the folder's runs say, written to its transfer.json."""
     results = compiled(folder.plan(), folder.runs())
@@ -60,7 +68,7 @@ def without_times(results: Mapping[str, Any]) -> dict[str, Any]:
 
     def cut(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: cut(v) for k, v in value.items() if k not in ("times", "step_ms", "command")}
+            return {k: cut(v) for k, v in value.items() if k not in ("times", "step_ms", "command", "date")}
         return [cut(v) for v in value] if isinstance(value, list) else value
 
     return {k: cut(v) for k, v in results.items()}

@@ -116,7 +116,7 @@ def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: 
                 "use fewer --workers, and the same command goes on"
             )
         if isinstance(found, str):
-            failed.append(found)
+            failed.append(f"{plan.whose(group[0])}: {found}")
             found = []
         for one in found:
             folder.keep(one)

@@ -43,7 +43,12 @@ from axes.transfer.systems import System
 
 HELD_OUT = 1 << 40  # a seed that no run has
 Metric = Literal["accuracy", "bits per byte", "explained"]
-By = dict[str, dict[str, float]]  # accuracy by position, by length, by number of pairs
+By = dict[str, dict[str, float]]  # the metric by position, by length, by number of pairs; of answers the loss as well
+
+
+def loss_by(kind: str) -> str:
+    """The name of cross-entropy by position, length or pairs, where the metric by it is of that name."""
+    return f"loss by {kind}"
 
 
 class Held(NamedTuple):
@@ -134,26 +139,38 @@ class Tokens(Trial):
 
     @torch.no_grad()
     def held_out(self, model: nn.Module, device: torch.device) -> Held:
-        right, asked = self._right(model, self.task, None, device)
-        by: By = {"position": _by_position(right, asked)}
-        own = _share(right, asked)
-        if self.longer:
-            lengths = {str(n): _share(*self._right(model, self.task, n, device)) for n in self.longer}
-            by["length"] = {str(self.task.length): own, **lengths}  # type: ignore[attr-defined]
-        if self.harder:
-            pairs = {str(t.pairs): _share(*self._right(model, t, None, device)) for t in self.harder}  # type: ignore[attr-defined]
-            by["pairs"] = {str(self.task.pairs): own, **pairs}  # type: ignore[attr-defined]
-        return Held(own, by)
+        own = self._read(model, self.task, None, device)
+        by: By = {
+            "position": _by_position(own.right, own.asked),
+            loss_by("position"): _by_position(own.loss, own.asked),
+        }
+        lengths = {str(n): self._read(model, self.task, n, device) for n in self.longer}
+        pairs = {str(t.pairs): self._read(model, t, None, device) for t in self.harder}  # type: ignore[attr-defined]
+        for kind, further in (("length", lengths), ("pairs", pairs)):
+            if further:
+                every = {str(getattr(self.task, kind)): own, **further}
+                by[kind] = {n: _share(read.right, read.asked) for n, read in every.items()}
+                by[loss_by(kind)] = {n: _share(read.loss, read.asked) for n, read in every.items()}
+        return Held(_share(own.right, own.asked), by)
 
-    def _right(self, model: nn.Module, task: Task, length: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the answer is right, and where one is asked for, (tested, T), a batch at a time."""
-        right, asked = [], []
+    def _read(self, model: nn.Module, task: Task, length: int | None, device: torch.device) -> _Read:
+        """A model's answers, a batch at a time."""
+        found = []
         for part in range(-(-self.tested // self.batch)):
             tokens, targets = task.draw(self.batch, mixed(HELD_OUT, part), length)
-            found = model(tokens.to(device))[0].argmax(-1).cpu()
-            right.append((found == targets).double())
-            asked.append((targets != IGNORED).double())
-        return torch.cat(right), torch.cat(asked)
+            said, wanted = model(tokens.to(device))[0].float(), targets.to(device)
+            loss = F.cross_entropy(said.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none")
+            read = (said.argmax(-1) == wanted, loss.view_as(wanted), wanted != IGNORED)
+            found.append([x.cpu().double() for x in read])
+        return _Read(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+class _Read(NamedTuple):
+    """Where an answer is right, its cross-entropy in nats, and where one is asked for; (tested, T) each."""
+
+    right: Tensor
+    loss: Tensor
+    asked: Tensor
 
 
 @final
@@ -165,9 +182,9 @@ class Late(Tokens):
     def held_out(self, model: nn.Module, device: torch.device) -> Held:
         found = super().held_out(model, device)
         length: int = max(self.longer, default=self.task.length)  # type: ignore[attr-defined]
-        right, asked = self._right(model, self.task, length, device)
+        read = self._read(model, self.task, length, device)
         late = slice(length - length // 8, length)
-        return Held(_share(right[:, late], asked[:, late]), found.by)
+        return Held(_share(read.right[:, late], read.asked[:, late]), found.by)
 
 
 @final

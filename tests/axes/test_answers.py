@@ -51,6 +51,20 @@ def test_an_optimizer_answers_for_every_group() -> None:
     assert axes.select(optim.optimizer(SGD)([nn.Parameter(torch.ones(3))], maximize=True)).route == "entrywise"
 
 
+def test_a_tuple_on_another_axis_stands_beside_its_own() -> None:
+    for name, axis, moved, runs in (
+        ("muon", "sequence", "* cost       [Given() -> SquaredError()]", "asks for     decay (scalar, unit), beta"),
+        ("delta-net", "data", "* algorithm  Step(rate=Per(name=['beta' -> 'lr']))", "entrywise by torch on cpu"),
+        ("adam", "depth", "* memory     [Parameter() -> Matrix()]", "one step a sublayer"),
+    ):
+        text = axes.explain(name, axis=axis)  # type: ignore[arg-type]
+        pair, _, rest = text.partition("\n\n")
+        assert moved in pair.splitlines() and "  h          Euclidean()" in pair.splitlines()
+        assert rest.startswith("tuple        StateUpdate(") and runs in rest
+    with pytest.raises(AxesError, match="List is a memory of its own"):
+        axes.explain("softmax-attention", axis="data")
+
+
 def test_an_option_that_changes_between_steps_changes_the_answer_and_the_step() -> None:
     p = nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([p], lr=0.1)

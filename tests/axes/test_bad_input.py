@@ -100,7 +100,9 @@ def test_unknown_names_elsewhere(refused: Refused) -> None:
     assert "did you mean gated-delta-net" in refused("explain", "gated-deltanet")
     assert "torch knows no device 'gpu'" in refused("explain", "muon", "--device", "gpu")
     assert "did you mean float64 or float32" in refused("explain", "muon", "--dtype", "float8")
-    assert "a claim runs on no device" in refused("explain", "A01", "--device", "cpu")
+    assert "a claim runs nowhere" in refused("explain", "A01", "--device", "cpu")
+    assert "a claim runs nowhere" in refused("explain", "A01", "--axis", "data")
+    assert "did you mean sequence" in refused("explain", "muon", "--axis", "sequense")
     assert "muon" in refused("cite", "moun")
     assert "did you mean sequence" in refused("list", "--axis", "sequences")
 

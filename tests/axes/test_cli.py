@@ -144,6 +144,8 @@ def test_explain_and_cite(axes: Axes) -> None:
         assert words[1] in axes("explain", words[0])[1]
     status, output, _ = axes("explain", "titans", "--device", "cuda:sm_80", "--dtype", "bfloat16")
     assert status == 0 and "cascade by triton on cuda (sm_80), bfloat16" in output
+    status, output, _ = axes("explain", "muon", "--axis", "sequence")
+    assert status == 0 and output.startswith("* cost       [Given() -> SquaredError()]")
     status, output, _ = axes("cite", "gated-delta-net")
     assert status == 0
     assert output.lstrip().startswith("@")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -15,9 +17,10 @@ from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.depth import mixer
 from axes.errors import AxesError, IllegalUpdate, UnknownName
-from axes.moves import differences, replaced, retarget
+from axes.moves import differences, pair, replaced, retarget
 from axes.optim import SGD, Adagrad, Adam, Adamax, RMSprop
 from axes.sequence import AdamNet, FrankWolfeDelta, GatedDeltaNetPrev, YaadMatrix, layer
+from axes.testing.checks import NAMES
 
 RATE, TOKENS, WIDTH = 0.05, 9, 4
 OF_TORCH = {
@@ -104,6 +107,19 @@ def test_differences_lead_from_one_tuple_to_the_other(axis: str) -> None:
     updates = [e.update for e in catalogue.entries(axis)]  # type: ignore[arg-type]
     for a, b in zip(updates, updates[1:], strict=False):
         assert replaced(a, {d.path: d.second for d in differences(a, b)}) == b
+
+
+@pytest.mark.parametrize("axis", ("sequence", "depth", "data"))
+def test_a_pair_says_both_tuples_and_marks_what_differs(axis: str) -> None:
+    updates = [e.update.normal() for e in catalogue.entries(axis)]  # type: ignore[arg-type]
+    for a, b in zip(updates, updates[1:], strict=False):
+        lines = [line.split(maxsplit=2 if line[0] == "*" else 1) for line in pair(a, b).splitlines()]
+        for *_, name, text in lines:
+            for group, whole in ((1, a), (2, b)):
+                one = re.sub(r"\[([^][]*) -> ([^][]*)\]", lambda m, group=group: m[group], text)  # type: ignore[misc]
+                assert eval(one, dict(NAMES)) == getattr(whole, name), (text, one)
+        marked = {words[1] for words in lines if words[0] == "*"}
+        assert marked == {re.split(r"[.\[]", d.path)[0] for d in differences(a, b)}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,8 @@ from axes.moves import retarget
 from axes.sequence import DeltaNet, FrankWolfeDelta, GatedDeltaNet, GatedDeltaNetPrev
 from axes.sequence.blocks import ACTIVATIONS
 from axes.sequence.charts import Constant, Sigmoid
-from axes.transfer.experiments import EXPERIMENTS, TASKS, Experiment, find
-from axes.transfer.named import NAMED, found
+from axes.transfer.experiments import EXPERIMENTS, TASKS, Experiment
+from axes.transfer.named import NAMED, find
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.id)
@@ -34,10 +35,9 @@ def test_a_pair(experiment: Experiment) -> None:
 def test_the_table() -> None:
     ids = [e.id for e in EXPERIMENTS]
     assert len(set(ids)) == len(ids) and {x[0] for x in ids} == set("SDL")
-    assert [e.id for e in find(("L1", "S1", "L1"))] == ["L1", "S1"] and find() == found() == EXPERIMENTS
-    for known in (find, found):
-        with pytest.raises(UnknownName, match="unknown experiment"):
-            known(("S99",))
+    assert [e.id for e in find(("L1", "S1", "L1"))] == ["L1", "S1"] and find() == EXPERIMENTS
+    with pytest.raises(UnknownName, match="unknown experiment"):
+        find(("S99",))
 
 
 @pytest.mark.parametrize("experiment", NAMED, ids=lambda e: e.id)
@@ -55,14 +55,14 @@ def test_what_papers_say(experiment: Experiment) -> None:
         assert systems[0].key != systems[1].key
     else:
         assert experiment.arm == experiment.control and all(d.path.startswith("block.") for d in experiment.moved)
-    assert found((experiment.id,)) == (experiment,) and set(experiment.tasks) <= set(TASKS["sequence"])
+    assert find((experiment.id,)) == (experiment,) and set(experiment.tasks) <= set(TASKS["sequence"])
 
 
 @pytest.mark.parametrize(("id", "published", "opened"), [("G1", (1e-9, 1e-3), 0.3), ("G2", (1e-6, 1e-2), 0.5)])
 def test_where_gates_start(id: str, published: tuple[float, float], opened: float) -> None:
     """What the median channel keeps over 200 tokens, before training: little as published, most of it in the arm."""
     kept = []
-    for system in found((id,))[0].systems:
+    for system in find((id,))[0].systems:
         torch.manual_seed(0)
         make = system.layer()
         assert make is not None
@@ -79,7 +79,7 @@ def test_where_gates_start(id: str, published: tuple[float, float], opened: floa
 def test_a_gate_of_either_sign() -> None:
     """What outputs are multiplied by, before training: as released its mean is a quarter of its deviation."""
     ratios = []
-    for system in found(("G7",))[0].systems:
+    for system in find(("G7",))[0].systems:
         torch.manual_seed(0)
         make = system.layer()
         assert make is not None
@@ -124,3 +124,6 @@ def test_a_control_differs() -> None:
 def test_the_list() -> None:
     said = CliRunner().invoke(app, ["transfer", "list", "S1", "D1"])
     assert said.exit_code == 0 and "Whiten" in said.output and "Rotation" in said.output and "S2" not in said.output
+    pairs = " ".join(line.split("│")[-2].strip() for line in said.output.splitlines() if line.count("│") > 1)
+    assert "cost Alignment() * h [Euclidean() -> Whiten(" in re.sub(" +", " ", pairs)  # what moved is marked
+    assert "* block.output_gate: 'silu' -> 'sigmoid'" in CliRunner().invoke(app, ["transfer", "list", "G7"]).output

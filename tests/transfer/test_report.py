@@ -15,13 +15,14 @@ from axes.core.costs import SquaredError
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, UnknownName
+from axes.optim import SGD
 from axes.sequence import GatedDeltaNet
-from axes.transfer import report
+from axes.transfer import page, report, words
 from axes.transfer.findings import FINDINGS, found
 from axes.transfer.folder import described_plan
 from axes.transfer.named import NAMED
 from axes.transfer.own import own, tuple_of
-from axes.transfer.plan import planned
+from axes.transfer.plan import Plan, planned
 from axes.transfer.results import compiled
 from axes.transfer.training import Run
 
@@ -85,21 +86,19 @@ def test_verdicts_follow_intervals_where_calibrations_hold() -> None:
 def test_no_verdict_without_what_is_known(given: dict[str, Any], said: str) -> None:
     found = results(**given)
     assert said in found["verdicts"] and not any(c.get("verdict") for e in found["experiments"] for c in e["compared"])
-    text, page = report.markdown(found), report.page(found)
-    assert "it helps" not in text and 'class="v helps"' not in page and said.split()[-1] in text
+    text, html = report.markdown(found), page.page(found)
+    assert "it helps" not in text and 'class="v helps"' not in html and said.split()[-1] in text
     if "upto" in given:
-        assert "4 runs to go" in text and "4 runs to go" in page
+        assert "4 runs to go" in text and "4 runs to go" in html
 
 
 def test_a_page_that_needs_nothing_else() -> None:
     found = results()
-    page = report.page(found)
-    assert page.count("data:image/png;base64,") == 2 and "http" not in re.sub(r"base64,[^\"]*", "", page)
-    assert (
-        'class="v helps"' in page and 'class="v hurts"' in page and page == report.page(json.loads(json.dumps(found)))
-    )
+    html = page.page(found)
+    assert html.count("data:image/png;base64,") == 2 and "http" not in re.sub(r"base64,[^\"]*", "", html)
+    assert 'class="v helps"' in html and 'class="v hurts"' in html and html == page.page(json.loads(json.dumps(found)))
     (s1,) = (e for e in found["experiments"] if e["id"] == "S1")
-    section = report._section(s1, found)
+    section = page._section(s1, found)
     assert section.count("<mark>") == 2 and "<mark>Euclidean()</mark>" in section
     text = report.markdown(found)
     assert "| **h** |" in text and "The whole interval is above the margin: it helps." in text
@@ -125,10 +124,58 @@ def test_findings_are_said_where_results_bear_them_out() -> None:
         assert finding.rests.keys() <= known and {name for name, _ in finding.little} <= finding.rests.keys()
 
 
+def _first(found: dict[str, Any], name: str) -> dict[str, Any]:
+    compared: dict[str, Any] = next(e for e in found["experiments"] if e["id"] == name)["compared"][0]
+    return compared
+
+
+def test_what_a_reader_must_know_stands_beside_a_verdict() -> None:
+    """Runs that broke down, what help costs, tasks that nobody learned, what is not finished, sizes that differ."""
+    found = results()
+    s1, l2, d3, d5 = (_first(found, name) for name in ("S1", "L2", "D3", "D5"))
+    s1["control"]["broke"], s1["arm"]["flops"], s1["arm"]["parameters"] = 2, 3 * s1["control"]["flops"], 12
+    for side in ("arm", "control"):
+        d3[side]["values"] = dict.fromkeys(d3[side]["values"], 0.05)
+        l2[side]["by"] = {"position": {"16": 2.5}, "loss by position": {"16": 1.5}}
+    d5["missing"] = 6
+    del d5["effect"]
+    system, task = s1["control"]["system"], s1["task"]
+    (row, *_) = (r for r in found["runs"] if (r["system"], r["task"]) == (system, task))
+    row["broke"], row["note"] = 7, "it broke down: no factors"
+    found["date"] = "2026-01-02; 2026-01-03"
+    (e,) = (e for e in found["experiments"] if e["id"] == "L2")
+    e["said"] = "it forgets less (Somebody 2026)"
+    text, html = report.markdown(found), page.page(found)
+    for said in (
+        "Helps: S1 (does the metric of recursive least squares help tokens recall?) on multi-query-recall (+0.400; "
+        "2 of 6 runs of the control broke down; 3.0 times the FLOPs)",
+        "Says nothing, since neither side learned the task: D3 on digits",
+        "Not finished: D5 on digits (6 runs to go)",
+        "2 of 6 runs of the control broke down (it broke down: no factors).",
+        "bits a byte by position, arm / control: 16: 2.500 / 2.500",
+        "loss by position, in nats, arm / control: 16: 1.500 / 1.500",
+        "Parameters agree within 1 % but for S1 (20 %), tokens exactly.",
+        "so that more than a tuple may differ",
+    ):  # fmt: skip
+        assert said.replace("+0.400", f"{s1['effect']:+.3f}") in text and said.split("(")[0] in html, said
+    assert "| it forgets less (Somebody 2026) | 2.30" in text and '<td data-column="published">it forgets less' in html
+    assert "- dates:\n  - `2026-01-02`\n  - `2026-01-03`" in text and "<dd>2026-01-03</dd>" in html
+    assert words.notes(found) == ["the control of S1 on multi-query-recall: it broke down: no factors (1 run)"]
+    plain = report.markdown(results())
+    assert "What is published" not in plain and "Parameters agree within 1 %, tokens exactly" in plain
+
+
+def test_experiments_stand_in_the_order_of_the_list() -> None:
+    """Whichever command has added them to a folder; one's own come last."""
+    mine = own(SGD.declare(momentum=0.9), "sequence", "gated-delta-net-prev", name="mine")
+    plan = described_plan(Plan((mine, *planned(("P1", "L2", "S1")).experiments)))
+    assert [e["id"] for e in compiled(plan, {})["experiments"]] == ["S1", "L2", "P1", "mine"]
+
+
 def test_a_correction_that_can_reject_nothing_is_said() -> None:
-    said = [line for line in report.summary(results()) if "Holm" in line]
+    said = [line for line in words.summary(results()) if "Holm" in line]
     assert said and "p is at least 0.031, so that over 4 experiments" in said[0]
-    assert not report._uncorrected({**results(), "seeds": 12})
+    assert not words._uncorrected({**results(), "seeds": 12})
 
 
 def test_the_page_in_the_docs_is_of_its_results_file() -> None:

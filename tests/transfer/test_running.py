@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,11 +23,13 @@ import pytest
 import torch
 
 from axes.errors import AxesError, UnknownName
+from axes.files import write_json
 from axes.transfer import folder as folders
 from axes.transfer import training, trials
 from axes.transfer.capture import Again, Captured, require_capture
-from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS, find
+from axes.transfer.experiments import CALIBRATIONS, EXPERIMENTS, TASKS
 from axes.transfer.folder import ResultsFolder, put_together
+from axes.transfer.named import find
 from axes.transfer.plan import QUICK, Plan, planned
 from axes.transfer.results import compile_folder, without_times
 from axes.transfer.running import RunsFailed, run
@@ -106,6 +109,12 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
     folder = ResultsFolder(filled)
     folder.begin(planned(("L1",), form="quick"))  # more experiments are welcome
     assert set(folder.plan()["experiments"]) == {"D4", "L1"}
+    plan = folder.plan()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d(; \d{4}-\d\d-\d\d)?", plan["date"])  # midnight may lie between
+    del plan["date"]  # as earlier versions wrote it
+    write_json(filled / "plan.json", plan)
+    folder.begin(planned(("D4",), form="quick"))
+    assert folder.plan()["date"].split("; ")[0] == "unknown"
     with pytest.raises(AxesError, match="another number of seeds, 3, not 4"):
         folder.begin(planned(("D4",), form="quick", seeds=4))
     with pytest.raises(AxesError, match="another form, quick, not whole"):
@@ -116,11 +125,20 @@ def test_a_folder_of_another_version_or_plan(filled: Path, monkeypatch: pytest.M
     monkeypatch.setattr(folders, "version", lambda: "0.0.1")
     with pytest.raises(AxesError, match="another version"):
         folder.begin(planned(("D4",), form="quick"))
-    (tmp_path / "letter.txt").write_text("mine")
-    with pytest.raises(AxesError, match="did not write"):
-        ResultsFolder(tmp_path).begin(planned(("D4",), form="quick"))
     with pytest.raises(AxesError, match="holds no results"):
         ResultsFolder(tmp_path).plan()
+
+
+def test_a_folder_of_somebody_else_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(AxesError, match="did not write"):
+        run(planned(("D4",), form="quick"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+    killed = tmp_path / "killed"  # while its plan was written
+    killed.mkdir()
+    (killed / ".plan.123.json").write_text("{")
+    with ResultsFolder(killed).held():
+        pass
 
 
 def test_one_writer(filled: Path) -> None:
@@ -322,7 +340,7 @@ def test_captures_that_cannot_be() -> None:
 
 def test_too_little_memory_names_the_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quickly: None) -> None:
     monkeypatch.setattr("axes.tasks.machine.memory", lambda device: 1000)
-    with pytest.raises(AxesError, match=r"parity-.*need at least .* GB"):
+    with pytest.raises(AxesError, match=r"the arm of parity: parity-.*need at least .* GB"):
         run(planned(("D4",), form="quick"), tmp_path / "out")
 
 
