@@ -22,7 +22,7 @@ from axes.core.state_update import Output, State, StateUpdate
 from axes.errors import IllegalUpdate, ShapeError, unexpected, wrong_type
 from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
-from axes.routes import dispatch, recurrent
+from axes.routes import dispatch, kernel_terms, recurrent
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
 from axes.routes.finite import log_gates, require_finite
@@ -377,6 +377,16 @@ class SequenceLayer(nn.Module):
         """Whether the memory has levels, which kernels compute from the first token on: none is there yet."""
         return self.update.parts().memory.kind == "levels"
 
+    def _begins_by_kernel(self, x: Tensor) -> bool:
+        """Whether kernels need no state before the first token, not even one of zeros. Compilers are shown one."""
+        if torch.compiler.is_compiling():
+            return False
+        if self._levels:
+            return True
+        if self.initial is not None or versions.no_kernel(x.device, x.dtype) is not None:
+            return False
+        return kernel_terms.empty_by_kernel(self.update)
+
     def _repeats(self, x: Tensor) -> bool:
         """Whether a call like one before does the same again: where kernels run, nothing is read on the host."""
         if torch.compiler.is_compiling() or not x.numel() or self.check_finite:
@@ -397,13 +407,14 @@ class SequenceLayer(nn.Module):
             before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation, columns=columns)
         self._look({"x": x, **signal})
-        begins = start is None and packing is None and self.across is None and self._levels
-        if start is None:
-            start = self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
+
+        def first() -> State:
+            return start or self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
+
         if (cell := self.around.cell) is not None:
             named, (around, carry) = self.implementation or dispatch.chosen(), self.around.carried(tails)
             out, memory, carry = recurrent.run(
-                self.update, cell, signal, self.around.matrices(), carry, start, cu_seqlens, named
+                self.update, cell, signal, self.around.matrices(), carry, first(), cu_seqlens, named
             )
             tails = (*around, *carry)
             y = fused.leave(self.around, out, kept)
@@ -411,17 +422,17 @@ class SequenceLayer(nn.Module):
             return y, LayerState(tails, memory)
         frame = fused.frame_of(kept)
         if self.across is not None:
-            out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, start)
+            out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, first())
             y = fused.leave(self.around, out, kept)
             self._look({"the output": y})
             return self.across.after(y, tails, memory)
         if frame is not None:
-            out, memory = frames.run(frame, signal, start, cu_seqlens, self.implementation)
+            out, memory = frames.run(frame, signal, first(), cu_seqlens, self.implementation)
         elif cu_seqlens is None:
-            out, memory = self._recur(signal, None if begins and not torch.compiler.is_compiling() else start)
+            out, memory = self._recur(signal, None if start is None and self._begins_by_kernel(x) else first())
         else:
             named = self.implementation
-            out, memory = dispatch.run_packed(self.update, signal, start, cu_seqlens, implementation=named)
+            out, memory = dispatch.run_packed(self.update, signal, first(), cu_seqlens, implementation=named)
         y = fused.leave(self.around, out, kept)
         self._look({"the output": y})
         return y, LayerState(tails, memory)

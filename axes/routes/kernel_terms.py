@@ -122,6 +122,12 @@ def no_kernel(
     return None
 
 
+def empty_by_kernel(update: StateUpdate) -> bool:
+    """Whether the kernels of a chain begin with an empty state by themselves, without one that is all zeros."""
+    kind = family(update)
+    return not isinstance(kind, NoFamily) and kind != "block" and not update.parts().step.debias
+
+
 def portable(
     update: StateUpdate,
     capability: tuple[int, int] | None,
@@ -156,7 +162,7 @@ def run(
     kind = family(update)
     assert not isinstance(kind, NoFamily)
     v = _tensor(signal, "v")
-    if state is None and weights is None and kind != "block" and not update.parts().step.debias:
+    if state is None and weights is None and empty_by_kernel(update):
         state = State((), (), (), (), (), torch.zeros((), dtype=torch.int64))  # kernels make the empty state themselves
     elif state is None:
         first = {n: _first(x) for n, x in every_head(update, signal).items()}

@@ -114,6 +114,13 @@ by_python(lambda: layer(x.detach()))
 with torch.no_grad():
     by_python(lambda: layer(x))
 by_python(lambda: layer(torch.randn(1, 16, 2, requires_grad=True).mT))
+weight = layer.around.q_proj.weight
+held, weight.data = weight.data, weight.data.mT.contiguous().mT
+by_python(lambda: layer(x))
+weight.data = torch.cat((held.new_zeros(1), held.flatten()))[1:].view_as(held)  # where a bulk copy may not begin
+by_python(lambda: layer(x))
+weight.data = held
+once(layer, x)
 layer.around.q_proj.weight.requires_grad_(False)
 by_python(lambda: layer(x))
 layer.around.q_proj.weight.requires_grad_(True)

@@ -157,8 +157,8 @@ def test_leave_in_float64(dtype: torch.dtype, gated: bool, normed: bool, heads: 
 # ---- whole layers ----------------------------------------------------------------------------------------------------
 
 LAYERS = (
-    "GatedDeltaNet", "DeltaNet", "LinearAttention", "RetNet", "GLA", "TitansMatrix", "YaadMatrix", "LatticeDec", "FoX",
-    "RWKV7",
+    "GatedDeltaNet", "DeltaNet", "LinearAttention", "RetNet", "GLA", "Mamba2", "TitansMatrix", "YaadMatrix",
+    "LatticeDec", "FoX", "RWKV7",
 )  # fmt: skip
 
 

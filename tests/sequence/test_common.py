@@ -17,7 +17,7 @@ from axes.core.algorithms import Anchor
 from axes.core.memory import List
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
-from axes.routes import given
+from axes.routes import given, kernel_terms
 from axes.routes.counts import period
 from axes.sequence import ALL, DeltaNet, GatedDeltaNet, RoPE, SequenceLayer, SoftmaxAttention, base, layer
 from axes.sequence.lattice import LATTICE
@@ -310,6 +310,28 @@ def test_autocast(cls: type[SequenceLayer], dtype: torch.dtype) -> None:
     if not isinstance(cls.update.parts().memory, List):  # which keeps pairs as they come
         assert all(leaf.dtype != dtype for leaf in pytree.tree_leaves(state.memory)), "the recurrence keeps float32"
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@every_layer
+@pytest.mark.parametrize("shared", [False, True], ids=["own keys", "shared keys"])
+def test_where_kernels_would_begin_with_no_state_torch_may_too(
+    cls: type[SequenceLayer], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Widths or dtypes that a kernel refuses are only met behind the layer: the same bits, the state's too."""
+    if not kernel_terms.empty_by_kernel(cls.update):
+        pytest.skip("its kernels are given a state")
+    try:
+        layer = make(cls, num_v_heads=2 * HEADS) if shared else make(cls)
+    except (TypeError, ShapeError, IllegalUpdate):
+        pytest.skip("its heads have keys of their own")
+    if layer.initial is not None or layer.around.cell is not None:
+        pytest.skip("it begins with what it has learned, or is a cell")
+    x = tokens()
+    want = layer(x)
+    monkeypatch.setattr(SequenceLayer, "_begins_by_kernel", lambda self, x: True)
+    monkeypatch.setattr(SequenceLayer, "_init_memory", None)  # nobody asks for it
+    for a, b in zip(pytree.tree_leaves(want), pytree.tree_leaves(layer(x)), strict=True):
+        assert not isinstance(a, Tensor) or a.dtype == b.dtype and torch.equal(a, b)
 
 
 @every_layer
