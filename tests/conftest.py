@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 # `make test` takes quick; `make test-all` passes --hypothesis-profile=thorough.
 settings.register_profile(
     "quick",
-    max_examples=25,
+    max_examples=15,
     derandomize=True,
     deadline=None,
     print_blob=True,

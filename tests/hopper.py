@@ -3,10 +3,13 @@
 with hopper() as launches:
     gated_delta_rule(q, k, v, beta)          # CPU tensors: nothing runs, every launch is compiled
 launches[0].registers, launches[0].spills, launches[0].wgmma
+
+`asked()` in the place of `hopper()` compiles nothing: it says what the compiler would be asked for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -22,7 +25,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import DependenciesFinder, JITCallable, JITFunction
 
 from axes.kernels.common.launch import Kernel
 from tests.barriers import not_ended
@@ -35,7 +38,6 @@ class Launch:
 
     overwritten: operands that copies overwrite while products read them (tests.in_flight), a fault of the compiler.
     barriers: those that are never invalidated (tests.barriers).
-    binary: what was compiled, as a hash.
     """
 
     kernel: str
@@ -47,7 +49,18 @@ class Launch:
     mma: int
     overwritten: Sequence[str]
     barriers: Sequence[str]
-    binary: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One launch as the compiler is asked for it.
+
+    digest: of the text of the kernel and of all that it calls, types, constants and options. Where that is the same, so
+    is the binary of the same Triton. Where the text stands in its file does not count.
+    """
+
+    kernel: str
+    digest: str
 
 
 class NoDevice:
@@ -67,25 +80,71 @@ class NoDevice:
 
 
 @contextmanager
-def hopper() -> Iterator[list[Launch]]:
-    """Within the block Triton launches compile for sm_90 and do nothing; outputs keep what `empty` left in them."""
+def hopper(only: str | None = None) -> Iterator[list[Launch]]:
+    """Within the block Triton launches, or those of one kernel, compile for sm_90 and do nothing; outputs keep what
+    `empty` left in them."""
     launches: list[Launch] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         del grid, warmup
+        if only is not None and self.fn.__name__ != only:
+            return None
         kernel = run(self, *args, grid=None, warmup=True, **kwargs)
         launches.append(_read(self.fn.__name__, kernel, kwargs))
         return kernel
 
+    with _without_a_device(), patch.object(JITFunction, "run", compile_only):
+        yield launches
+
+
+@contextmanager
+def asked() -> Iterator[list[Asked]]:
+    """Within the block Triton launches neither compile nor do anything."""
+    found: list[Asked] = []
+    run = JITFunction.run
+
+    def ask_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        del grid, warmup
+        compiled, *_ = self.device_caches[0]  # of which nobody would be asked again
+        held = dict(compiled)
+        compiled.clear()
+        run(self, *args, grid=None, warmup=True, **kwargs)
+        compiled.update(held)
+
+    def note(self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any, warmup: Any):  # type: ignore[no-untyped-def]
+        del key, device, warmup
+        text = f"{self.ASTSource(self, signature, constants, attrs).hash()} {options.hash()}"
+        found.append(Asked(self.fn.__name__, hashlib.sha256(text.encode()).hexdigest()))
+
+    asks = patch.object(JITFunction, "run", ask_only)
+    with _without_a_device(), asks, patch.object(JITFunction, "_do_compile", note):
+        yield found
+
+
+_NOWHERE = property(lambda _: 0, lambda self, line: self.__dict__.update(starting_line_number=line))
+_update_hash = DependenciesFinder._update_hash
+
+
+def _callee_first(self: DependenciesFinder, callee: JITCallable) -> None:
+    """Triton takes a callee's constants before it has read the callee: hashes would depend on what was read first."""
+    assert callee.cache_key
+    _update_hash(self, callee)
+
+
+@contextmanager
+def _without_a_device() -> Iterator[None]:
     device = NoDevice()
     previous = driver._active  # asking for `active` would look for a GPU
     driver.set_active(device)  # type: ignore[arg-type]
     try:
-        every = patch.object(Kernel, "__getitem__", lambda self, grid: partial(self.by_triton, grid))  # not once alone
-        unchecked = patch("axes.kernels.common.layout.interpreted", lambda: True)
-        with patch.object(JITFunction, "run", compile_only), unchecked, every:
-            yield launches
+        with (
+            patch.object(Kernel, "__getitem__", lambda self, grid: partial(self.by_triton, grid)),  # not once alone
+            patch("axes.kernels.common.layout.interpreted", lambda: True),
+            patch.object(JITCallable, "starting_line_number", _NOWHERE, create=True),
+            patch.object(DependenciesFinder, "_update_hash", _callee_first),
+        ):
+            yield
     finally:
         driver._active = previous
 
@@ -103,7 +162,7 @@ def _read(name: str, kernel: Any, kwargs: dict[str, Any]) -> Launch:
     return Launch(
         name, constants, registers, stack, kernel.metadata.shared,
         len(re.findall(r"wgmma\.mma_async", ptx)), len(re.findall(r"\bmma\.sync", ptx)),
-        tuple(overwritten(kernel.asm["ttgir"])), tuple(not_ended(kernel.asm["ttgir"])), kernel.hash,
+        tuple(overwritten(kernel.asm["ttgir"])), tuple(not_ended(kernel.asm["ttgir"])),
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ from axes.kernels.substitution.chain import Reads, Response, register, substitut
 from axes.optim import AdamW
 from axes.routes import token
 from axes.sequence import AdamNet, LatticeDec
-from tests.hopper import Launch, hopper
+from tests.hopper import Asked, Launch, asked, hopper
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -677,12 +677,21 @@ FAULTS = {"an operand overwritten": overwritten, "a barrier forgotten": forgotte
 # ---- what compiles them ----------------------------------------------------------------------------------------------
 
 
-def runs(name: str) -> list[list[Launch]]:
-    """The launches of a case, one list for every size."""
-    found: list[list[Launch]] = []
-    once = patch.object(contain_module, "PICKED", False)  # behind chains it is what its own case launches
-    with hopper() as launches, once:
-        for _ in SIZES[name]() if name in SIZES else [(CASES | FAULTS)[name]()]:
-            found.append(launches.copy())
-            launches.clear()
+def launches(name: str) -> list[Launch]:
+    """What a case launches, compiled."""
+    with hopper("gradients" if name == "an operand overwritten" else None) as found, _ONCE:
+        (CASES | FAULTS)[name]()
     return found
+
+
+def requests(name: str) -> list[list[Asked]]:
+    """What a case asks of the compiler, one list for every size."""
+    made: list[list[Asked]] = []
+    with asked() as found, _ONCE:
+        for _ in SIZES[name]() if name in SIZES else [(CASES | FAULTS)[name]()]:
+            made.append(found.copy())
+            found.clear()
+    return made
+
+
+_ONCE = patch.object(contain_module, "PICKED", False)  # behind chains it is what its own case launches

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from axes.bench import decode as decode_
@@ -41,6 +36,7 @@ from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
 from axes.bench.results import Apart
 from axes.bench.rules import Shape
+from axes.bench.watching import watching
 from axes.errors import AxesError
 from axes.files import write_text
 
@@ -54,7 +50,6 @@ _PATIENCE = Annotated[float, typer.Option(help="Seconds that --apart lets proces
 _CONFIGURATIONS = Annotated[
     int, typer.Option(help="Of a kernel of fla's that its tuner may try; 0: all, which takes minutes a layer.")
 ]
-_SECONDS_BETWEEN_LINES = 5.0
 _GPU_SHAPES = ("8,4096,16,128",)
 _CPU_SHAPES = ("1,4096,4,64",)
 
@@ -91,7 +86,7 @@ def sequence(
         apart=_apart(apart, patience),
     )
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         results = sequence_.measure(plan, out, watch, fresh)
     console.print(report.table(results))
     report.draw(results, out / "sequence.png")
@@ -107,7 +102,7 @@ def nonlinear(
 ) -> None:
     """Nonlinear memories on a CPU: their routes beside the interpreter, processor time forward with backward."""
     typer.echo(nonlinear_.HEAD)
-    with _watching(_console()) as watch:
+    with watching(_console()) as watch:
         for row in nonlinear_.measure(tuple(rules or ()), Shape.parse(shape), share, turns, watch):
             typer.echo(row.text())
 
@@ -127,7 +122,7 @@ def decode(
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = sequence_.dtype_of(dtype or ("bfloat16" if chosen.type == "cuda" else "float32"))
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         given = tuple(shapes or ("1,1,16,128", "64,1,16,128"))
         held = tuple(map(sequence_.dtype_of, states or ("float32",)))
         found = decode_.measure(tuple(rules or ()), given, kind, chosen, out, watch, held)
@@ -180,7 +175,7 @@ def layers(
         apart=_apart(apart, patience),
     )
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         results = layers_.measure(plan, out, watch, fresh)
     console.print(layers_report.table(results))
     layers_report.draw(results, out / "layers.png")
@@ -218,7 +213,7 @@ def depth(
         who=tuple(who or depth_contenders.DEFAULT_WHO),
     )
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         results = depth_.measure(plan, out, watch, fresh)
     console.print(depth_report.table(results))
     depth_report.draw(results, out / "depth.png")
@@ -251,7 +246,7 @@ def optim(
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
     )
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         results = optim_.measure(plan, out, watch, fresh)
     console.print(optim_report.table(results))
     optim_report.draw(results, out / "optim.png")
@@ -281,7 +276,7 @@ def turns(
         dtype=dtype,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
     )
-    with _watching(_console()) as watch:
+    with watching(_console()) as watch:
         for beside in turns_.measure(plan, seconds, watch):
             typer.echo(beside.text())
 
@@ -333,7 +328,7 @@ def optim_training(
     """
     plan = optim_training_.Plan(tuple(tasks or ()), tuple(who or ()), steps, rates, seeds, points, device)
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         results = optim_training_.measure(plan, out, watch, fresh)
     console.print(optim_training_report.table(results))
     optim_training_report.draw(results, out / "optim-training.png")
@@ -369,7 +364,7 @@ def depth_training(
     size = depth_training_.Size("rope", layers, width, heads, streams, batch, context)
     plan = optim_training_.Plan(steps=steps, rates=rates, seeds=seeds, points=points, device=device)
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         results = depth_training_.measure(tuple(names or ()), size, plan, out, watch, fresh, workers)
     console.print(depth_training_report.table(results))
     depth_training_report.draw(results, out / "depth-training.png")
@@ -405,7 +400,7 @@ def training(
     batch, tokens = (u if given is None else given for u, given in zip(usual, (batch, tokens), strict=True))
     size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams)
     console = _console()
-    with _watching(console) as watch:
+    with watching(console) as watch:
         found = training_.measure(
             size,
             out,
@@ -437,33 +432,3 @@ def _apart(at_once: int, patience: float) -> Apart | None:
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=200)
-
-
-@contextmanager
-def _watching(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on a terminal, as the function that measurements tell how far they are; elsewhere a line on
-    stderr, every few seconds at most."""
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=None)
-
-        def watch(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        yield watch
-
-
-class _Lines:
-    """How far a measurement is, as lines of a log."""
-
-    def __init__(self) -> None:
-        self.begun, self.last = time.monotonic(), -math.inf
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        now = time.monotonic()
-        if now - self.last >= _SECONDS_BETWEEN_LINES or done == of:
-            self.last = now
-            typer.echo(f"{done}/{of} after {now - self.begun:.0f} s: {what}", err=True)

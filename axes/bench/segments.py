@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from axes import catalogue, parallel
+from axes.bench.results import unwatched
 from axes.bench.timing import wait
+from axes.bench.watching import Lines
 from axes.errors import AxesError, ShapeError
 from axes.models import Architecture, LanguageModel
 from axes.tasks.processes import leaving
@@ -136,15 +138,15 @@ def main(
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     dist.init_process_group(**options)
     try:
-        names = layers or ["gated-delta-net", "softmax-attention"]
+        names, watch = layers or ["gated-delta-net", "softmax-attention"], unwatched if rank else Lines()
         for n, name in enumerate(names):
-            if rank == 0:
-                typer.echo(f"{n}/{len(names)}: {name}, a step on one process, then on all", err=True)
+            watch(f"{name}, a step on one process, then on all", n, len(names))
             found = catalogue.get(name, "sequence").name
             size = Architecture(found, "residual", depth, width, heads, vocabulary=vocabulary)
             row = measure(found, size, length, device)
             if row is not None:
                 print(row.text(), flush=True)
+        watch("all layers", len(names), len(names))
     except AxesError as error:
         if rank == 0:
             typer.echo(str(error), err=True)

@@ -29,7 +29,9 @@ import typer
 from torch import Tensor, nn
 
 from axes.bench.optim_contenders import find_suites
+from axes.bench.results import unwatched
 from axes.bench.timing import wait
+from axes.bench.watching import Lines
 from axes.errors import AxesError
 from axes.tasks.processes import leaving
 
@@ -213,12 +215,13 @@ def main(
     options = {"check_finite": False} if unchecked else {}
     try:
         every = [(s, r) for s in suites or (["50M", "302M"] if gpu else ["0.9M"]) for r in rules or ["muon"]]
+        watch = unwatched if rank else Lines()
         for n, (suite, rule) in enumerate(every):
-            if rank == 0:
-                typer.echo(f"{n}/{len(every)}: {rule} of {suite}, on one process, then on all", err=True)
+            watch(f"{rule} of {suite}, on one process, then on all", n, len(every))
             row = measure(rule, suite, device, dtype_of(dtype), traces, **options)
             if row is not None:
                 print(row.text(), flush=True)
+        watch("all rules", len(every), len(every))
     finally:
         dist.destroy_process_group()
 

@@ -9,6 +9,8 @@ says why the last output tells. Nothing waits for the host, and the same inputs 
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,18 +26,27 @@ _LOOK = 64  # chunks at once
 
 
 @triton.jit
-def first_bad(o, first, length, head, e, HV, V: tl.constexpr, C: tl.constexpr, LOOK: tl.constexpr):
-    """The first chunk of C rows whose last output has columns e that are not finite; as many as there are, if none."""
+def first_bad(o, row, columns, begin, length, V: tl.constexpr, C: tl.constexpr, LOOK: tl.constexpr):
+    """From chunk `begin` on the first chunk of C rows whose last output is not finite in these columns; as many as
+    there are, if none is. o: of the first row, `row` numbers apart."""
     chunks = (length + C - 1) // C
     bad = chunks
-    for n in range(0, chunks, LOOK):
+    for n in range(begin, chunks, LOOK):
         chunk = n + tl.arange(0, LOOK)
-        row = first + tl.minimum((chunk + 1) * C, length) - 1
-        place = (row[:, None] * HV + head) * V + e[None, :]
-        last = tl.load(o + place, mask=(chunk < chunks)[:, None] & (e < V)[None, :], other=0.0).to(tl.float32)
-        finite = tl.min((tl.abs(last) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
+        last = (tl.minimum((chunk + 1) * C, length) - 1).to(tl.int64)
+        seen = (chunk < chunks)[:, None] & (columns < V)[None, :]
+        out = tl.load(o + last[:, None] * row + columns[None, :], mask=seen, other=0.0).to(tl.float32)
+        finite = tl.min((tl.abs(out) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
         bad = tl.minimum(bad, tl.min(tl.where(finite == 0, chunk, chunks), 0))
     return bad, chunks
+
+
+@triton.jit
+def mend(o, out, at, inside):
+    """What is finite replaces what was lost, and nothing else."""
+    held = tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
+    lost = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
+    tl.store(o + at, out.to(o.dtype.element_ty), mask=inside & lost)
 
 
 @Kernel
@@ -45,32 +56,41 @@ def _again(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
     RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-    BONUS: tl.constexpr,
+    BONUS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One unit, head and block of the columns of o."""
+    """One unit, head and block of the columns of o. Two SLOTS of a state have blocks g, strengths b, and a erases."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
     first, end = unit_rows(offsets, unit, T, PACKED)
     length = (end - first).to(tl.int32)
-    bad, chunks = first_bad(o, first, length, head, e, HV, V, C, LOOK)
+    bad, chunks = first_bad(o + (first * HV + head) * V, HV * V, e, 0, length, V, C, LOOK)
     if bad < chunks:
         d = tl.arange(0, BK)
-        at = (unit.to(tl.int64) * HV + head) * (V * K) + e[:, None] * K + d[None, :]
+        at = ((unit.to(tl.int64) * HV + head) * V + e[:, None]) * (SLOTS * K) + d[None, :]
         inside = (e < V)[:, None] & (d < K)[None, :]
         state = tl.zeros([BV, BK], dtype=tl.float32)
+        other = tl.zeros([BV, BK], dtype=tl.float32)
         if STARTED:
             state = tl.load(start + at, mask=inside, other=0.0)
+            if SLOTS == 2:
+                other = tl.load(start + at + K, mask=inside, other=0.0)
         for t in range(0, length):
             token = first + t
             before = state
-            state, query = follow(
-                state, token, head, d, e, q, k, v, beta, g, a, b,
-                HV // GROUP * K, HV // GROUP * K, HV * V, HV,
-                HV * K if GATE == "channel" else HV * V if GATE == "row" else HV,
-                HV // GROUP * K, HV if RULE == "two" else HV // GROUP * K,
-                GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
-            )  # fmt: skip
+            if SLOTS == 2:
+                state, other, query = follow_two(
+                    state, other, token, head, d, e, q, k, v, g, b, a,
+                    HV // GROUP * K, HV // GROUP * K, HV * V, HV * 4, HV * 2, HV * 2, GROUP, K, V, OTHER,
+                )  # fmt: skip
+            else:
+                state, query = follow(
+                    state, token, head, d, e, q, k, v, beta, g, a, b,
+                    HV // GROUP * K, HV // GROUP * K, HV * V, HV,
+                    HV * K if GATE == "channel" else HV * V if GATE == "row" else HV,
+                    HV // GROUP * K, HV if RULE == "two" else HV // GROUP * K,
+                    GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
+                )  # fmt: skip
             if BONUS:  # what a query reads is the state before its token, and of that token a share of its own
                 own = query * _vector(k, token, HV // GROUP * K, head // GROUP, d, K)
                 own *= tl.load(bonus + head * K + d, mask=d < K, other=0.0).to(tl.float32)
@@ -80,42 +100,8 @@ def _again(
             kept = (e < V) & (t >= bad * C)
             tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
         tl.store(final + at, state, mask=inside)
-
-
-@Kernel
-@triton.jit(do_not_specialize=("T",))
-def _again_two(
-    q, k, v, block, write, erase, start, o, final, offsets, T,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr, ERASE: tl.constexpr,
-):  # fmt: skip
-    """The same of a state of two slots."""
-    PARTS: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)
-    unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
-    first, end = unit_rows(offsets, unit, T, PACKED)
-    length = (end - first).to(tl.int32)
-    bad, chunks = first_bad(o, first, length, head, e, HV, V, C, LOOK)
-    if bad < chunks:
-        d = tl.arange(0, BK)
-        at = (unit.to(tl.int64) * HV + head) * (2 * V * K) + e[:, None] * (2 * K) + d[None, :]
-        inside = (e < V)[:, None] & (d < K)[None, :]
-        near = tl.zeros([BV, BK], dtype=tl.float32)
-        far = tl.zeros([BV, BK], dtype=tl.float32)
-        if STARTED:
-            near = tl.load(start + at, mask=inside, other=0.0)
-            far = tl.load(start + at + K, mask=inside, other=0.0)
-        for t in range(0, length):
-            token = first + t
-            near, far, query = follow_two(
-                near, far, token, head, d, e, q, k, v, block, write, erase,
-                HV // GROUP * K, HV // GROUP * K, HV * V, HV * 4, HV * 2, HV * 2, GROUP, K, V, ERASE,
-            )  # fmt: skip
-            kept = (e < V) & (t >= bad * C)
-            out = tl.sum(near * query[None, :], 1)
-            tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
-        tl.store(final + at, near, mask=inside)
-        tl.store(final + at + K, far, mask=inside)
+        if SLOTS == 2:
+            tl.store(final + at + K, other, mask=inside)
 
 
 def settings(d_k: int, d_v: int, slots: int = 1) -> dict[str, int]:
@@ -136,17 +122,9 @@ def contain(
     `a` and `early` as in `step.chain_step`, or "two", whose b (B, T, HV) are strengths of writes; bonus (HV, K): o is
     of the states before their tokens, and so much of each token.
     """
-    (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
-    units = batch if offsets is None else offsets.shape[0] - 1
-    sizes = settings(d_k, d_v)
     wide = "row" if by_rows else "channel"
-    _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
-        q, k, v, *(v if x is None else x for x in (beta, g, a, b, bonus, start)), o, final,
-        v if offsets is None else offsets, length,
-        HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
-        STARTED=start is not None, RULE=rule, GATE="none" if g is None else "head" if g.ndim == 3 else wide,
-        EARLY=early, STRENGTH=beta is not None, OTHER=a is not None, BONUS=bonus is not None, **sizes,
-    )  # fmt: skip
+    gate = "none" if g is None else "head" if g.ndim == 3 else wide
+    _walk(o, final, q, k, v, beta, g, a, b, bonus, start, offsets, chunk, RULE=rule, GATE=gate, EARLY=early)
 
 
 def contain_two(
@@ -155,15 +133,24 @@ def contain_two(
 ) -> None:  # fmt: skip
     """`contain` of two slots: block (B, T, HV, 2, 2), write and erase (B, T, HV, 2), start and final
     (U, HV, V, 2, K)."""
+    _walk(o, final, q, k, v, None, block, erase, write, None, start, offsets, chunk, 2, RULE="", GATE="", EARLY=False)
+
+
+def _walk(
+    o: Tensor, final: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, a: Tensor | None,
+    b: Tensor | None, bonus: Tensor | None, start: Tensor | None, offsets: Tensor | None, chunk: int, slots: int = 1,
+    **options: Any,
+) -> None:  # fmt: skip
     (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
     units = batch if offsets is None else offsets.shape[0] - 1
-    sizes = settings(d_k, d_v, 2)
-    _again_two[(units * hv * cdiv(d_v, sizes["BV"]),)](
-        q, k, v, block, write, v if erase is None else erase, v if start is None else start, o, final,
+    sizes = settings(d_k, d_v, slots)
+    _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
+        q, k, v, *(v if x is None else x for x in (beta, g, a, b, bonus, start)), o, final,
         v if offsets is None else offsets, length,
         HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
-        STARTED=start is not None, ERASE=erase is not None, **sizes,
+        STARTED=start is not None, STRENGTH=beta is not None, OTHER=a is not None, BONUS=bonus is not None,
+        SLOTS=slots, **options, **sizes,
     )  # fmt: skip
 
 
-__all__ = ["PICKED", "contain", "contain_two", "first_bad"]
+__all__ = ["PICKED", "contain", "contain_two", "first_bad", "mend"]

@@ -2,10 +2,11 @@
 
 Routes multiply whole chunks by masked matrices, and zero times not-a-number is not zero: a NaN at one token would reach
 the tokens before it. So the outputs of a sequence are looked at once, by their sum. Where that is not finite the
-sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. On a
-GPU, where a look would wait for the device, kernels have a remedy of their own (`axes.kernels.contain`); torch's routes
-there, kernels of two layers and graphs of compilers have none: a NaN may reach earlier tokens of its chunk, never an
-earlier chunk, another sequence or head.
+sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. Where a
+compiler follows a route on a CPU nothing depends on a number: the route is given zeros in the place of values that are
+not finite, and from their token on a head's outputs and its memory are NaN. On a GPU, where a look would wait for the
+device, kernels have a remedy of their own (`axes.kernels.contain`); torch's routes there and kernels of two layers have
+none: a NaN may reach earlier tokens of its chunk, never an earlier chunk, another sequence or head.
 """
 
 from __future__ import annotations
@@ -32,10 +33,49 @@ _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 def contained(run: Run, update: StateUpdate, signal: Tokens, state: State, batch: int) -> tuple[Tensor, State]:
     """What a route makes of a sequence, (..., T, d_v) and the last state, as far as it is finite; behind the first
     token where it is not, what the interpreter makes of it. signal: `batch` batch dimensions, then T, then features."""
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    if not _may_look(q):
+        on_a_cpu = q.device.type == "cpu"
+        return _set_aside(run, update, signal, state, batch) if on_a_cpu else run(update, signal, state)
     out, after = run(update, signal, state)
-    if not _may_look(out) or is_finite(out):
+    if is_finite(out):
         return out, after
     return _halved(run, update, signal, state, batch, (out, after))
+
+
+def _set_aside(run: Run, update: StateUpdate, signal: Tokens, state: State, batch: int) -> tuple[Tensor, State]:
+    """The same without a look at any number."""
+    q = signal["q"]
+    assert isinstance(q, Tensor)
+    if q.shape[batch] == 1:
+        return run(update, signal, state)  # there is no earlier token
+    logs, clean = log_gates(update), dict(signal)
+    asked, written = (torch.zeros((), dtype=torch.bool, device=q.device) for _ in range(2))
+    for name, x in signal.items():
+        if not isinstance(x, Tensor) or x.ndim <= batch or not x.is_floating_point():
+            continue
+        gate = name in logs  # of which zero is no accident
+        clean[name] = x.nan_to_num(0.0, 0.0, float("-inf") if gate else 0.0)
+        seen = (x.detach().clamp_min(0) if gate else x.detach())[(..., *[None] * (x.ndim == batch + 1))]
+        bad = ~(torch.linalg.vector_norm(seen.flatten(batch + 1), float("inf"), -1) < float("inf"))
+        if name == "q":  # memories do not hear of it
+            asked = bad
+        else:
+            written = written | bad
+    behind = written.cumsum(batch) > 0
+    out, after = run(update, clean, state)
+    lost = behind.select(batch, -1)
+    theta = (x.masked_fill(_of(lost, x), float("nan")) if x.is_floating_point() else x for x in after.theta)
+    none = (behind | asked)[(..., *[None] * (out.ndim - batch - 1))]
+    return out.masked_fill(none, float("nan")), after._replace(theta=tuple(theta))
+
+
+def _of(lost: Tensor, leaf: Tensor) -> Tensor:
+    """Heads that are lost, as a mask of a leaf of their memory; one that several read is lost with any of them."""
+    for i in range(lost.ndim):
+        lost = lost.any(i, True) if leaf.shape[i] == 1 else lost
+    return lost[(..., *[None] * (leaf.ndim - lost.ndim))]
 
 
 def _halved(

@@ -46,6 +46,7 @@ from axes.routes import (
     turned,
 )
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Route, Target, require_implementation
+from axes.routes.finite import log_gates
 
 Shapes = Mapping[str, tuple[int, ...]]
 _UP_TO = "after a state, up to its next anchor torch"
@@ -237,6 +238,7 @@ def settle(
     opaque.text(update)
     scales_values(update), erases_along_key(update), by_entry(update)
     bool(update.counts)
+    log_gates(update)
     if widths is not None and versions.gpu_is_here() and implementation in (None, "triton"):
         several_writes = () if update.parts().step.writes == 1 else (update.parts().step.writes,)
         shapes = {n: (1, 1, 1, *several_writes, width) for n, width in zip("vk", widths, strict=True)}

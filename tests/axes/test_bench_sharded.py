@@ -20,5 +20,6 @@ def test_two_processes_beside_one(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert launch("axes.bench.sharded", 2, options) == 0
     for name in ("one", "several"):
         assert json.loads((tmp_path / "seen" / f"muon-64x64-{name}.json").read_text())["traceEvents"]
-    said = re.search(r"muon +64x64 .* apart 0\.0e\+00 +2 messages, 0\.5 MB sent", capfd.readouterr().out)
-    assert said is not None
+    shown = capfd.readouterr()
+    assert re.search(r"muon +64x64 .* apart 0\.0e\+00 +2 messages, 0\.5 MB sent", shown.out)
+    assert re.search(r"^0/1 after \d+ s: muon of 64x64", shown.err, re.M) and "1/1 after" in shown.err

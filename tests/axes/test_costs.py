@@ -28,6 +28,7 @@ from axes.core.costs import (
 )
 from axes.core.rates import Per
 from axes.errors import IllegalUpdate, ShapeError
+from tests.drawn import crossed
 
 ROW, SCALAR = Per("threshold", "row"), Per("level")
 CONSERVATIVE: tuple[Cost, ...] = (
@@ -317,8 +318,7 @@ def test_residual_is_autograd_of_the_envelope(cost, seed, c):
     torch.testing.assert_close(gradient, r.detach(), rtol=1e-9, atol=1e-9)
 
 
-@every_cost
-@pytest.mark.parametrize("c", C_KINDS)
+@pytest.mark.parametrize(("cost", "c"), crossed((pytest.param(x, id=repr(x)) for x in CONSERVATIVE), C_KINDS))
 def test_implicit_derivatives_are_exact_to_second_order(cost, c):
     leaves = Data(cost, 11, (2,), 2, c).grow()
     assert torch.autograd.gradcheck(lambda *x: residual(cost, *x), leaves)

@@ -133,7 +133,7 @@ def test_the_transition_is_the_jacobian_of_a_step(name: str) -> None:
 
 
 @given(update=strategies.updates())
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4 * settings().max_examples, suppress_health_check=list(HealthCheck))
 def test_no_false_affine_among_random_tuples(update: StateUpdate) -> None:
     if derived.no_chain(update) is None:
         check_chain(update)

@@ -106,6 +106,26 @@ def test_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
+def test_where_nobody_may_look_zeros_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in graphs: earlier tokens, heads and sequences are as they were, memories say it."""
+    signal = _signal(name)
+    monkeypatch.setattr(finite, "_may_look", lambda x: False)
+    update = SYSTEMS[name].update
+    whole, _ = dispatch.run(update, signal)
+    for n, x in signal.items():
+        if not isinstance(x, Tensor):
+            continue
+        out, after = dispatch.run(update, {**signal, n: _spoilt(x, math.nan)})
+        unlike = _unlike(out, whole)
+        assert not unlike[1].any() and not unlike[0, :, 1].any() and not unlike[0, :AT].any(), n
+        until = AT + 1 if n == "q" else LENGTH  # of a query no memory hears
+        assert out[0, AT : AT + 2, 0].isnan().any(), n  # some read what was there before a token's gate
+        assert not unlike[0, until:].any(), n
+        assert not any(x[1].isnan().any() or x[0, 1].isnan().any() for x in after.theta), n
+        assert n in ("q", "bonus") or all(x[0, 0].isnan().all() for x in after.theta if x.is_floating_point()), n
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_layers_keep_it_behind_its_token_and_in_its_sequence(name: str) -> None:
     """Convolutions, norms and projections around the recurrence included."""
     torch.manual_seed(0)

@@ -3,33 +3,38 @@
 Registers, spills, shared memory and use of wgmma are held to a table, tests/kernels_compiled.json, a column a version.
 Spills cost bandwidth, not correctness; a number there may sink, and grows only on purpose: `python -m tests.compiler`
 writes it anew. What is wrong in any version (operands overwritten, barriers that do not end) is looked for in each.
+A kernel whose text, callees, types and constants are those that the table was made of is compiled in `make test-all`
+alone; what the compiler is asked is read in every run, which takes a tenth of a second a case.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from axes.kernels.common.versions import SHARED, TRITONS
 from tests.barriers import not_ended
-from tests.compiler import compiler, row, table
+from tests.compiler import compiler, row, table, unchanged
 from tests.tritons import NEWEST, OWN
 
 TABLE = table()
 assert OWN is not None, "on Linux the absence of Triton is an error, not a reason to skip"
+EVERY = [OWN, *(version for version in TRITONS if version != OWN)]
 
 
 def versions(function: Callable[..., None]) -> Callable[..., None]:
     """The environment's own Triton and the newest in `make test`, the others in `make test-all`."""
-    every = [OWN, *(version for version in TRITONS if version != OWN)]
-    marks = [() if version in (OWN, NEWEST) else pytest.mark.slow for version in every]
-    named = [pytest.param(version, marks=mark) for version, mark in zip(every, marks, strict=True)]
+    marks = [() if version in (OWN, NEWEST) else pytest.mark.slow for version in EVERY]
+    named = [pytest.param(version, marks=mark) for version, mark in zip(EVERY, marks, strict=True)]
     return pytest.mark.parametrize("version", named)(function)
 
 
@@ -46,18 +51,9 @@ def widest(case: str) -> bool:
     return width(case) == max(map(width, alike))
 
 
-def cases(function: Callable[..., None]) -> Callable[..., None]:
-    """Every kernel at its widest by the environment's own Triton, some of Hopper's own instructions, where versions
-    differ most, by the newest; everything by every version, ten minutes of compiling, in `make test-all`."""
-    assert OWN is not None
-    every = [OWN, *(version for version in TRITONS if version != OWN)]
-    named = [
-        pytest.param(version, case, marks=() if quick else pytest.mark.slow)
-        for version in every
-        for case in TABLE
-        for quick in [version == OWN and widest(case) or version == NEWEST and case in BY_THE_NEWEST]
-    ]
-    return pytest.mark.parametrize(("version", "case"), named)(function)
+# Where they changed: every kernel at its widest by the environment's own Triton, some of Hopper's own instructions,
+# where versions differ most, by the newest.
+QUICK = [(OWN, case) for case in TABLE if widest(case)] + [(NEWEST, case) for case in BY_THE_NEWEST]
 
 
 def test_the_table_has_every_case() -> None:
@@ -66,8 +62,21 @@ def test_the_table_has_every_case() -> None:
     assert list(TABLE) == list(kernel_cases.CASES)
 
 
-@cases
+@pytest.mark.parametrize(("version", "case"), QUICK)
 def test_registers_spills_and_wgmma(version: str, case: str) -> None:
+    if not unchanged(version, case, TABLE[case]):
+        held(version, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", EVERY)
+@pytest.mark.parametrize("case", TABLE)
+def test_every_kernel_by_every_version(version: str, case: str) -> None:
+    """Ten minutes of compiling a version."""
+    held(version, case)
+
+
+def held(version: str, case: str) -> None:
     launches = compiler(version).launches(case)
     assert [x.kernel for x in launches] == [x["kernel"] for x in TABLE[case]]
     for launch, pinned in zip(launches, TABLE[case], strict=True):
@@ -90,32 +99,88 @@ def test_hopper_kernels_are_one_binary_for_all_sizes(version: str) -> None:
     """Not one for each number of heads: ptxas mixes up registers of copies and products in ways that differ by binary,
     so that only what ran on a full chip is known to be right."""
     binaries: dict[str, set[str]] = {}
-    for launches in compiler(version).runs("sizes of delta"):
-        for launch in launches:
-            binaries.setdefault(launch.kernel, set()).add(launch.binary)
+    for requests in compiler(version).requests("sizes of delta"):
+        for x in requests:
+            binaries.setdefault(x.kernel, set()).add(x.digest)
     assert len(binaries["_chain"]) == len(binaries["_gradients"]) == 1
     assert len(binaries["_prepare"]) == 2  # with and without what segments need
 
 
-@pytest.mark.parametrize(
-    ("version", "rule"),
-    [
-        pytest.param(version, rule, marks=() if quick else pytest.mark.slow)
-        for version in (OWN, *(version for version in TRITONS if version != OWN))
-        for rule in ("write", "diagonal")
-        for quick in [version == OWN or (version, rule) == (NEWEST, "write")]  # the other is 45 seconds of compiling
-    ],
-)
+@versions
+@pytest.mark.parametrize("rule", ["write", "diagonal"])
 def test_sizes_share_binaries(version: str, rule: str) -> None:
     """Of two batches, lengths and numbers of heads."""
     serial = ("_mix", "_numbers", "_chain", "_merge")
     first, second = (
-        [x.binary for x in launches if x.kernel in serial] for launches in compiler(version).runs(f"sizes of {rule}")
+        [x.digest for x in requests if x.kernel in serial]
+        for requests in compiler(version).requests(f"sizes of {rule}")
     )
     assert first and first == second
 
 
-@versions
+_TEXT = """
+import triton
+import triton.language as tl
+
+SCALE = tl.constexpr(2.0)
+
+
+@triton.jit
+def _inner(x):
+    return x * SCALE
+
+
+@triton.jit
+def outer(to, x, POWER: tl.constexpr):
+    tl.store(to, _inner(tl.load(x)) * POWER)
+"""
+
+
+def test_what_is_asked_follows_all_that_a_binary_is_made_of_and_no_lines(tmp_path: Path) -> None:
+    """What the table is believed by: a change of a callee, its constant, a type, a number or an option is another
+    question; where the text stands is not."""
+    from tests.hopper import asked, hopper
+
+    def digest(
+        text: str = _TEXT, dtype: torch.dtype = torch.float32, power: int = 3, made: bool = False, **options: int
+    ) -> str:
+        file = tmp_path / f"text{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location("text", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for way in (hopper, asked) if made else (asked,):
+            with way() as found:
+                module.outer[(1,)](torch.zeros(4), torch.zeros(4, dtype=dtype), POWER=power, **options)
+        (launch,) = found
+        assert launch.kernel == "outer"
+        return launch.digest
+
+    first = digest()
+    assert digest() == digest("# further down\n\n" + _TEXT) == digest(made=True) == first
+    others = [
+        digest(_TEXT.replace("x * SCALE", "x + SCALE")),
+        digest(_TEXT.replace("constexpr(2.0)", "constexpr(4.0)")),
+        digest(dtype=torch.float16),
+        digest(power=4),
+        digest(num_warps=8),
+    ]
+    assert len({first, *others}) == 6
+
+
+def test_a_number_that_was_changed_by_hand_is_not_believed() -> None:
+    case = "scaled entries"
+    assert OWN is not None
+    if OWN not in TRITONS:
+        pytest.skip(f"the table has no column of Triton {OWN}")
+    assert unchanged(OWN, case, TABLE[case])
+    first, *others = TABLE[case]
+    registers, *rest = first[OWN]
+    assert not unchanged(OWN, case, [{**first, OWN: [registers - 1, *rest]}, *others])
+
+
+@pytest.mark.parametrize("version", [OWN, *(pytest.param(v, marks=pytest.mark.slow) for v in EVERY[1:])])
 def test_what_compilers_break_is_seen(version: str) -> None:
     """Two faults made on purpose: the recognisers read what this version writes."""
     found = {x.kernel for x in compiler(version).launches("an operand overwritten") if x.overwritten}

@@ -113,6 +113,7 @@ def test_faults_of_kernels_fit_their_sources_and_name_tests_that_are_there() -> 
         ast.parse(source.replace(fault.was, fault.now))
 
 
+@pytest.mark.slow  # three sessions of pytest in processes of their own; the test below runs one
 def test_faults_run_side_by_side_after_their_tests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = tmp_path / "root"
     tree.mkdir()

@@ -23,6 +23,7 @@ from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate, load_model
 from axes.tasks.schedules import SCHEDULES, Schedule
 from axes.tasks.training import Training
+from tests.drawn import drawn
 
 TIMES = ("seconds", "tokens_per_second")  # of a machine, not of a run
 
@@ -355,7 +356,7 @@ SMOKE = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(("sequence", "optimizer", "depth"), SMOKE)
+@pytest.mark.parametrize(("sequence", "optimizer", "depth"), drawn(SMOKE, 3))
 def test_every_system_trains_for_twenty_steps(
     text: str, tmp_path: Path, sequence: str, optimizer: str, depth: str
 ) -> None:

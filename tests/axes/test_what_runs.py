@@ -15,12 +15,15 @@ from axes.routes import attention
 from axes.routes import kernel_terms as terms
 from axes.routes.select import routes
 from tests import what_runs
+from tests.drawn import crossed, drawn
 from tests.interpreter import interpret
 from tests.optim.table import INSTANCES, Instance
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("entry", catalogue.entries("sequence"), ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    ("entry", "dtype"),
+    crossed((pytest.param(e, id=e.name) for e in catalogue.entries("sequence")), (torch.float32, torch.bfloat16)),
+)
 def test_a_layer_runs_what_is_said(entry: catalogue.Entry, dtype: torch.dtype) -> None:
     what_runs.check_layer(entry, "cpu", dtype, 8)
 
@@ -30,7 +33,7 @@ def test_a_mixer_runs_what_is_said(entry: catalogue.Entry) -> None:
     what_runs.check_mixer(entry, "cpu", torch.float32)
 
 
-@pytest.mark.parametrize(("instance", "options"), what_runs.optimizers("cpu"))
+@pytest.mark.parametrize(("instance", "options"), drawn(what_runs.optimizers("cpu"), 3))
 def test_an_optimizer_runs_what_is_said(instance: Instance, options: dict[str, Any]) -> None:
     what_runs.check_optimizer(instance, options, "cpu", torch.float32)
 

@@ -18,13 +18,13 @@ from axes import optim
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, NotFiniteError
 from axes.optim.engine.capabilities import holds
+from tests.drawn import crossed
 from tests.optim.table import ENTRYWISE, INSTANCES, TOKENS, Instance, net, same, train, values
 
 CONFIGURED = [pytest.param(i, c, id=f"{i}-{n}") for i in INSTANCES for n, c in enumerate(i.configurations)]
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize(("instance", "options"), CONFIGURED)
+@pytest.mark.parametrize(("instance", "options", "foreach"), crossed(CONFIGURED, [False, True]))
 def test_every_parameter_with_a_gradient_moves(instance: Instance, options: dict[str, Any], foreach: bool) -> None:
     model = net()
     before = dict(zip((n for n, _ in model.named_parameters()), values(model), strict=True))
@@ -35,8 +35,9 @@ def test_every_parameter_with_a_gradient_moves(instance: Instance, options: dict
         assert bool(torch.isfinite(p).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("instance", "options"), CONFIGURED)
+@pytest.mark.parametrize(
+    ("instance", "options", "dtype"), crossed(CONFIGURED, [torch.float64, torch.float32, torch.bfloat16])
+)
 def test_batched_equals_one_by_one(instance: Instance, options: dict[str, Any], dtype: torch.dtype) -> None:
     """To the rounding of the dtype; a sum with a factor is one operation in the batched form."""
     results = []
@@ -51,9 +52,9 @@ def test_batched_equals_one_by_one(instance: Instance, options: dict[str, Any], 
     same(*results, tolerance)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("instance", "options"), CONFIGURED)
+@pytest.mark.parametrize(
+    ("instance", "options", "dtype", "foreach"), crossed(CONFIGURED, [torch.float64, torch.bfloat16], [False, True])
+)
 def test_resuming_is_exact(instance: Instance, options: dict[str, Any], dtype: torch.dtype, foreach: bool) -> None:
     """Six steps are three, a file, and three more, bit for bit."""
     whole, part, resumed = net(dtype), net(dtype), net(dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from axes import optim
+from tests.drawn import crossed
 
 STEPS = 60
 SHAPES = ((), (5,), (4, 6), (3, 2, 2, 2))
@@ -289,9 +290,9 @@ def compared(case: Case, dtype: torch.dtype, maximize: bool = False, **way: Any)
     return gap(ours, theirs)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "way", "maximize"), crossed((pytest.param(case, id=str(case)) for case in CASES), WAYS, [False, True])
+)
 def test_in_float64(case: Case, way: dict[str, Any], maximize: bool) -> None:
     assert compared(case, torch.float64, maximize, **way) < case.bound
 

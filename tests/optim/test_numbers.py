@@ -25,6 +25,7 @@ from axes.errors import AxesError
 from axes.optim.engine import forms
 from axes.programs import program
 from axes.programs.numbers import Number, Origin
+from tests.drawn import drawn
 from tests.optim.table import INSTANCES, net, same, train, values
 
 CASES = [(i, options) for i in INSTANCES for options in i.configurations]
@@ -94,7 +95,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     yield found
 
 
-@pytest.mark.parametrize(("instance", "options"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("instance", "options"), drawn(CASES, 2), ids=NAMES)
 def test_a_schedule_of_everything_traces_nothing_and_is_what_the_tuples_say(
     instance: Any, options: dict[str, Any], counts: Counts
 ) -> None:

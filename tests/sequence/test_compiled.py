@@ -27,6 +27,7 @@ from axes.sequence import (
     Titans,
 )
 from axes.sequence.base import SequenceLayer
+from tests.drawn import drawn
 
 D = 8
 # one of each route and block in `make test`, the others in `make test-all`
@@ -89,7 +90,7 @@ def test_what_runs_need_of_a_tuple_is_known_before(cls: type[SequenceLayer]) -> 
     assert set(vars(layer.update)) == before
 
 
-@every_layer
+@pytest.mark.parametrize("cls", drawn(ALL, 3), ids=lambda cls: cls.name)
 def test_exported_with_any_length(cls: type[SequenceLayer]) -> None:
     layer = make(cls)
     exported = torch.export.export(layer, (tokens(6),), dynamic_shapes=({1: torch.export.Dim("T", min=2, max=4096)},))

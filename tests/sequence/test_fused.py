@@ -154,7 +154,7 @@ assert (y - whole).norm() < 3e-2 * whole.norm()
 """,
     "compiled": """
 counts = torch._dynamo.utils.counters
-for name in ("GatedDeltaNet", "GLA", "RWKV7"):
+for name in ("GatedDeltaNet", "RWKV7"):
     around = getattr(sequence, name)(32, heads=2).around
     def halves(x, start, packing=None):
         signal, tails, kept = fused.enter(around, x, start, packing, "triton")

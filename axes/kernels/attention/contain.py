@@ -19,6 +19,7 @@ from axes.kernels.attention.flash import absorb, masses, scores, tile
 from axes.kernels.common import layout, tiles
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import power_of_2
+from axes.kernels.contain import first_bad, mend
 
 _LOOK = 16  # blocks at once
 
@@ -54,54 +55,41 @@ def _again(
         high += batch * m_b + head // GROUP * m_h
         low += batch * m_b + head // GROUP * m_h
     keys, values = tl.arange(0, BK), tl.arange(0, BV)
-    blocks = tl.cdiv(length, BM)
-    gone = blocks * 0  # whether every column is lost for good
-    for n in range(0, blocks, LOOK):
-        block = n + tl.arange(0, LOOK)
-        row = tl.minimum((block + 1) * BM, length) - 1
-        at = o + row.to(tl.int64)[:, None] * o_t + values[None, :]
-        seen = tl.load(at, mask=(block < blocks)[:, None] & (values < V)[None, :], other=0.0).to(tl.float32)
-        finite = tl.min((tl.abs(seen) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
-        if (tl.min(finite, 0) == 0) & (gone == 0):
-            for m in range(n, tl.minimum(n + LOOK, blocks)):
-                if (tl.min(tl.where(block == m, finite, 1), 0) == 0) & (gone == 0):
-                    begin = m * BM
-                    i = begin + tl.arange(0, BM)
-                    query = tile(q, i, q_t, length, keys, K, BK, False)
-                    own_high, own_low = i.to(tl.float32), i.to(tl.float32)
-                    if MASS:
-                        own_high, own_low = masses(high, low, i + old, m_t, end, 0.0)
-                    most = tl.full([BM], float("-inf"), tl.float32)
-                    weight = tl.zeros([BM], tl.float32)
-                    out = tl.zeros([BM, BV], tl.float32)
-                    lost = tl.zeros([BM, BV], tl.float32)
-                    for from_ in range(0, tl.minimum(begin + BM + old, end), BN):
-                        j = from_ + tl.arange(0, BN)
-                        s, key, value = scores(
-                            query, k, v, high, low, 0.0, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old,
-                            keys, values, K, V, BK, BV, MASS, False, PRECISION,
-                        )  # fmt: skip
-                        sees = (j[None, :] <= i[:, None] + old) & (j < end)[None, :]
-                        if WINDOW:
-                            sees &= (j[None, :] > i[:, None] + old - window) | (j < stay)[None, :]
-                            s = tl.where(sees, s, float("-inf"))
-                        whole = tl.abs(value.to(tl.float32)) < float("inf")
-                        most, weight, out = absorb(
-                            s, tl.where(whole, value, 0.0).to(value.dtype), most, weight, out, PRECISION
-                        )
-                        lost = tl.dot(
-                            sees.to(value.dtype), tl.where(whole, 0.0, 1.0).to(value.dtype), lost,
-                            input_precision=PRECISION,
-                        )  # fmt: skip
-                    out = tl.where(lost > 0.0, float("nan"), out / weight[:, None])
-                    to = o + i.to(tl.int64)[:, None] * o_t + values[None, :]
-                    inside = (i < length)[:, None] & (values < V)[None, :]
-                    held = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-                    mended = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
-                    tl.store(to, out.to(o.dtype.element_ty), mask=inside & mended)
-                    if not WINDOW:
-                        all_lost = tl.min(tl.where(values[None, :] < V, lost, 1.0), 1)
-                        gone = tl.max(tl.where((i < length) & (all_lost > 0.0), 1, 0), 0)
+    bad, blocks = first_bad(o, o_t, values, 0, length, V, BM, LOOK)
+    while bad < blocks:
+        begin = bad * BM
+        i = begin + tl.arange(0, BM)
+        query = tile(q, i, q_t, length, keys, K, BK, False)
+        own_high, own_low = i.to(tl.float32), i.to(tl.float32)
+        if MASS:
+            own_high, own_low = masses(high, low, i + old, m_t, end, 0.0)
+        most = tl.full([BM], float("-inf"), tl.float32)
+        weight = tl.zeros([BM], tl.float32)
+        out = tl.zeros([BM, BV], tl.float32)
+        lost = tl.zeros([BM, BV], tl.float32)
+        for from_ in range(0, tl.minimum(begin + BM + old, end), BN):
+            j = from_ + tl.arange(0, BN)
+            s, key, value = scores(
+                query, k, v, high, low, 0.0, own_high, own_low, i, j, k_t, v_t, m_t, end, scale, old,
+                keys, values, K, V, BK, BV, MASS, False, PRECISION,
+            )  # fmt: skip
+            sees = (j[None, :] <= i[:, None] + old) & (j < end)[None, :]
+            if WINDOW:
+                sees &= (j[None, :] > i[:, None] + old - window) | (j < stay)[None, :]
+                s = tl.where(sees, s, float("-inf"))
+            whole = tl.abs(value.to(tl.float32)) < float("inf")
+            most, weight, out = absorb(s, tl.where(whole, value, 0.0).to(value.dtype), most, weight, out, PRECISION)
+            lost = tl.dot(
+                sees.to(value.dtype), tl.where(whole, 0.0, 1.0).to(value.dtype), lost,
+                input_precision=PRECISION,
+            )  # fmt: skip
+        out = tl.where(lost > 0.0, float("nan"), out / weight[:, None])
+        gone = bad * 0  # whether every column is lost for good
+        if not WINDOW:
+            all_lost = tl.min(tl.where(values[None, :] < V, lost, 1.0), 1)
+            gone = tl.max(tl.where((i < length) & (all_lost > 0.0), 1, 0), 0)
+        mend(o, out, i.to(tl.int64)[:, None] * o_t + values[None, :], (i < length)[:, None] & (values < V)[None, :])
+        bad, blocks = first_bad(o, o_t, values, bad + 1 + gone * blocks, length, V, BM, LOOK)
 
 
 @Kernel
@@ -116,59 +104,49 @@ def _again_carried(
     pid = tl.program_id(0)
     batch, head = (pid // H).to(tl.int64), pid % H
     keys, values = tl.arange(0, BK), tl.arange(0, BV)
-    blocks = tl.cdiv(T, BM)
-    gone = blocks * 0
-    for n in range(0, blocks, LOOK):
-        block = n + tl.arange(0, LOOK)
-        row = tl.minimum((block + 1) * BM, T) - 1
-        at = ((batch * T + row) * H + head)[:, None] * V + values[None, :]
-        seen = tl.load(o + at, mask=(block < blocks)[:, None] & (values < V)[None, :], other=0.0).to(tl.float32)
-        finite = tl.min((tl.abs(seen) < float("inf")).to(tl.int32), 1)
-        if (tl.min(finite, 0) == 0) & (gone == 0):
-            for m in range(n, tl.minimum(n + LOOK, blocks)):
-                if (tl.min(tl.where(block == m, finite, 1), 0) == 0) & (gone == 0):
-                    i = m * BM + tl.arange(0, BM)
-                    line = (batch * T + i) * H + head
-                    there = (i < T)[:, None] & (keys < K)[None, :]
-                    query = tl.load(q + line[:, None] * K + keys[None, :], mask=there, other=0.0).to(tl.float32)
-                    own_high, own_low = i.to(tl.float32) * 0.0, i.to(tl.float32) * 0.0
-                    if MASS:
-                        own_high = tl.load(high + line, mask=i < T, other=0.0)
-                        own_low = tl.load(low + line, mask=i < T, other=0.0)
-                    most = tl.full([BM], float("-inf"), tl.float32)
-                    weight = tl.zeros([BM], tl.float32)
-                    out = tl.zeros([BM, BV], tl.float32)
-                    end = tl.minimum((m + 1) * BM, T)
-                    for back in range(0, end):
-                        j = end - 1 - back
-                        from_ = (batch * T + j) * H + head
-                        key = tl.load(k + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
-                        value = tl.load(v + from_ * V + values, mask=values < V, other=0.0).to(tl.float32)
-                        left = tl.load(a + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
-                        right = tl.load(b + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
-                        s = tl.sum(query * key[None, :], 1) * scale
-                        if MASS:
-                            s += (tl.load(high + from_) - own_high) + (tl.load(low + from_) - own_low)
-                        sees = j <= i
-                        new = tl.maximum(most, tl.where(sees, s, float("-inf")))
-                        safe = tl.where(new == float("-inf"), 0.0, new)
-                        p = tl.where(sees, tl.exp(s - safe), 0.0)
-                        shrink = tl.exp(most - safe)
-                        weight = weight * shrink + p
-                        out = out * shrink[:, None] + tl.where(sees[:, None], p[:, None] * value[None, :], 0.0)
-                        most = new
-                        moved = query + tl.sum(query * right[None, :], 1)[:, None] * left[None, :]
-                        query = tl.where(sees[:, None], moved, query)
-                        known = tl.abs(key) + tl.abs(left) + tl.abs(right)  # all later queries are carried through it
-                        lost = tl.min((known < float("inf")).to(tl.int32), 0) == 0
-                        lost |= tl.max(((tl.abs(value) < float("inf")) & (values < V)).to(tl.int32), 0) == 0
-                        gone = tl.maximum(gone, lost.to(tl.int32))
-                    out = out / weight[:, None]
-                    to = o + line[:, None] * V + values[None, :]
-                    inside = (i < T)[:, None] & (values < V)[None, :]
-                    held = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-                    mended = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
-                    tl.store(to, out.to(o.dtype.element_ty), mask=inside & mended)
+    head_of_o = o + (batch * T * H + head) * V
+    bad, blocks = first_bad(head_of_o, H * V, values, 0, T, V, BM, LOOK)
+    while bad < blocks:
+        i = bad * BM + tl.arange(0, BM)
+        line = (batch * T + i) * H + head
+        there = (i < T)[:, None] & (keys < K)[None, :]
+        query = tl.load(q + line[:, None] * K + keys[None, :], mask=there, other=0.0).to(tl.float32)
+        own_high, own_low = i.to(tl.float32) * 0.0, i.to(tl.float32) * 0.0
+        if MASS:
+            own_high = tl.load(high + line, mask=i < T, other=0.0)
+            own_low = tl.load(low + line, mask=i < T, other=0.0)
+        most = tl.full([BM], float("-inf"), tl.float32)
+        weight = tl.zeros([BM], tl.float32)
+        out = tl.zeros([BM, BV], tl.float32)
+        gone = bad * 0
+        end = tl.minimum((bad + 1) * BM, T)
+        for back in range(0, end):
+            j = end - 1 - back
+            from_ = (batch * T + j) * H + head
+            key = tl.load(k + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
+            value = tl.load(v + from_ * V + values, mask=values < V, other=0.0).to(tl.float32)
+            left = tl.load(a + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
+            right = tl.load(b + from_ * K + keys, mask=keys < K, other=0.0).to(tl.float32)
+            s = tl.sum(query * key[None, :], 1) * scale
+            if MASS:
+                s += (tl.load(high + from_) - own_high) + (tl.load(low + from_) - own_low)
+            sees = j <= i
+            new = tl.maximum(most, tl.where(sees, s, float("-inf")))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.where(sees, tl.exp(s - safe), 0.0)
+            shrink = tl.exp(most - safe)
+            weight = weight * shrink + p
+            out = out * shrink[:, None] + tl.where(sees[:, None], p[:, None] * value[None, :], 0.0)
+            most = new
+            moved = query + tl.sum(query * right[None, :], 1)[:, None] * left[None, :]
+            query = tl.where(sees[:, None], moved, query)
+            known = tl.abs(key) + tl.abs(left) + tl.abs(right)  # all later queries are carried through it
+            lost = tl.min((known < float("inf")).to(tl.int32), 0) == 0
+            lost |= tl.max(((tl.abs(value) < float("inf")) & (values < V)).to(tl.int32), 0) == 0
+            gone = tl.maximum(gone, lost.to(tl.int32))
+        out = out / weight[:, None]
+        mend(o, out, line[:, None] * V + values[None, :], (i < T)[:, None] & (values < V)[None, :])
+        bad, blocks = first_bad(head_of_o, H * V, values, bad + 1 + gone * blocks, T, V, BM, LOOK)
 
 
 def settings(dtype: torch.dtype, width: int) -> dict[str, int]:

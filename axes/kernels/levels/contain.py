@@ -17,6 +17,7 @@ from torch import Tensor
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import power_of_2
 from axes.kernels.common.tiles import floored
+from axes.kernels.contain import first_bad, mend
 
 _LOOK = 16  # chunks at once
 
@@ -34,56 +35,46 @@ def _again(
     first, head = (pid // HV).to(tl.int64) * T, pid % HV
     shared: tl.constexpr = HV // GROUP
     keys, values = tl.arange(0, BK), tl.arange(0, BV)
-    chunks = tl.cdiv(T, C)
-    gone = chunks * 0  # whether every later query is lost
-    for n in range(0, chunks, LOOK):
-        chunk = n + tl.arange(0, LOOK)
-        row = tl.minimum((chunk + 1) * C, T) - 1
-        at = ((first + row) * HV + head)[:, None] * V + values[None, :]
-        seen = tl.load(o + at, mask=(chunk < chunks)[:, None] & (values < V)[None, :], other=0.0).to(tl.float32)
-        finite = tl.min((tl.abs(seen) < float("inf")).to(tl.int32), 1)  # a NaN is less than nothing
-        if (tl.min(finite, 0) == 0) & (gone == 0):
-            for m in range(n, tl.minimum(n + LOOK, chunks)):
-                if (tl.min(tl.where(chunk == m, finite, 1), 0) == 0) & (gone == 0):
-                    i = m * C + tl.arange(0, C)
-                    line = (first + i) * HV + head
-                    from_q = ((first + i) * shared + head // GROUP)[:, None] * K + keys[None, :]
-                    query = tl.load(q + from_q, mask=(i < T)[:, None] & (keys < K)[None, :], other=0.0).to(tl.float32)
-                    out = tl.zeros([C, BV], tl.float32)
-                    end = tl.minimum((m + 1) * C, T)
-                    begin = m * C if INSIDE else m * 0
-                    for back in range(0, end - begin):
-                        j = end - 1 - back
-                        from_ = (first + j) * HV + head
-                        from_k = ((first + j) * shared + head // GROUP) * K + keys
-                        key = tl.load(k + from_k, mask=keys < K, other=0.0).to(tl.float32)
-                        value = tl.load(v + from_ * V + values, mask=values < V, other=0.0).to(tl.float32)
-                        gate = tl.exp(floored(tl.load(g + from_).to(tl.float32)))
-                        lost = tl.min((tl.abs(key) < float("inf")).to(tl.int32), 0) == 0
-                        lost |= gate != gate
-                        if STRONG:
-                            value *= tl.load(beta + from_).to(tl.float32)
-                        level = tl.zeros([C], tl.int32)
-                        for bit in tl.static_range(W - 1):
-                            level += (((i ^ j) >> bit) > 0).to(tl.int32)
-                        sees = j <= i
-                        weight = tl.load(w + line * W + level, mask=sees & (i < T), other=0.0).to(tl.float32)
-                        met = tl.sum(query * key[None, :], 1)
-                        out += tl.where(sees[:, None], (weight * met)[:, None] * value[None, :], 0.0)
-                        moved = query
-                        if ERASE:
-                            eraser = tl.load(a + from_k, mask=keys < K, other=0.0).to(tl.float32)
-                            lost |= tl.min((tl.abs(eraser) < float("inf")).to(tl.int32), 0) == 0
-                            moved = query - met[:, None] * eraser[None, :]
-                        query = tl.where(sees[:, None], moved * gate, query)
-                        lost |= tl.max(((tl.abs(value) < float("inf")) & (values < V)).to(tl.int32), 0) == 0
-                        if not INSIDE:
-                            gone = tl.maximum(gone, lost.to(tl.int32))
-                    to = o + line[:, None] * V + values[None, :]
-                    inside = (i < T)[:, None] & (values < V)[None, :]
-                    held = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-                    mended = ~(tl.abs(held) < float("inf")) & (tl.abs(out) < float("inf"))
-                    tl.store(to, out.to(o.dtype.element_ty), mask=inside & mended)
+    head_of_o = o + (first * HV + head) * V
+    bad, chunks = first_bad(head_of_o, HV * V, values, 0, T, V, C, LOOK)
+    while bad < chunks:
+        i = bad * C + tl.arange(0, C)
+        line = (first + i) * HV + head
+        from_q = ((first + i) * shared + head // GROUP)[:, None] * K + keys[None, :]
+        query = tl.load(q + from_q, mask=(i < T)[:, None] & (keys < K)[None, :], other=0.0).to(tl.float32)
+        gone = bad * 0  # whether every later query is lost
+        out = tl.zeros([C, BV], tl.float32)
+        end = tl.minimum((bad + 1) * C, T)
+        begin = bad * C if INSIDE else bad * 0
+        for back in range(0, end - begin):
+            j = end - 1 - back
+            from_ = (first + j) * HV + head
+            from_k = ((first + j) * shared + head // GROUP) * K + keys
+            key = tl.load(k + from_k, mask=keys < K, other=0.0).to(tl.float32)
+            value = tl.load(v + from_ * V + values, mask=values < V, other=0.0).to(tl.float32)
+            gate = tl.exp(floored(tl.load(g + from_).to(tl.float32)))
+            lost = tl.min((tl.abs(key) < float("inf")).to(tl.int32), 0) == 0
+            lost |= gate != gate
+            if STRONG:
+                value *= tl.load(beta + from_).to(tl.float32)
+            level = tl.zeros([C], tl.int32)
+            for bit in tl.static_range(W - 1):
+                level += (((i ^ j) >> bit) > 0).to(tl.int32)
+            sees = j <= i
+            weight = tl.load(w + line * W + level, mask=sees & (i < T), other=0.0).to(tl.float32)
+            met = tl.sum(query * key[None, :], 1)
+            out += tl.where(sees[:, None], (weight * met)[:, None] * value[None, :], 0.0)
+            moved = query
+            if ERASE:
+                eraser = tl.load(a + from_k, mask=keys < K, other=0.0).to(tl.float32)
+                lost |= tl.min((tl.abs(eraser) < float("inf")).to(tl.int32), 0) == 0
+                moved = query - met[:, None] * eraser[None, :]
+            query = tl.where(sees[:, None], moved * gate, query)
+            lost |= tl.max(((tl.abs(value) < float("inf")) & (values < V)).to(tl.int32), 0) == 0
+            if not INSIDE:
+                gone = tl.maximum(gone, lost.to(tl.int32))
+        mend(o, out, line[:, None] * V + values[None, :], (i < T)[:, None] & (values < V)[None, :])
+        bad, chunks = first_bad(head_of_o, HV * V, values, bad + 1 + gone * chunks, T, V, C, LOOK)
 
 
 def contain(

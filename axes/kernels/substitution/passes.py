@@ -390,7 +390,7 @@ def again(
     unit = (pid // PARTS // H).to(tl.int64)
     first, end = unit_rows(offsets, unit, T, PACKED)
     length = (end - first).to(tl.int32)
-    bad, chunks = first_bad(o, first, length, head, v, H, V, C, 16)
+    bad, chunks = first_bad(o + (first * H + head) * V, H * V, v, 0, length, V, C, 16)
     if bad < chunks:
         d = tl.arange(0, BK)
         row = v[:, None]
