@@ -194,7 +194,7 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
         mbarrier.arrive(freed.index(stage), count=1)
         mbarrier.arrive(scored.index(buffer), count=1)
         if RECORD:
-            async_store(p_tiles, [(bh * N + n) * _C, 0], square)
+            async_store(p_tiles, [(bh * N + n) * READS, 0], square)
     if RECORD:
         store_wait(0)
 

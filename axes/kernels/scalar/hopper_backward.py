@@ -1,4 +1,5 @@
-"""The backward of the gated delta rule on Hopper: a pass forward for the states, a pass backward for the gradients.
+"""The backward of the gated delta rule on Hopper: behind the states of all chunks (`hopper_states`) a pass backward for
+the gradients.
 
 In a chunk of 64 tokens with first state X (V x K), strengths b, cumulative log gates G, D_ij = exp(G_i - G_j), i >= j:
     L = strict(K K^T * D)      W = (I + L b)^-1      P = lower(Q K^T * D)
@@ -31,11 +32,7 @@ few rows for a warpgroup's product: A and dq are made transposed,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
@@ -52,72 +49,10 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import apart, floored
-from axes.kernels.common.warpgroup import add, published, retire, segment
-from axes.kernels.common.warpgroup import apart as kept_apart
+from axes.kernels.common.warpgroup import add, apart, published, retire, segment
 from axes.kernels.scalar import hopper_states
 
-_CHUNK = 64
-FAST = True
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
-
-
-# ---- states --------------------------------------------------------------------------------------------------------
-
-
-@Kernel
-@triton.jit(do_not_specialize=_SIZES[:-1])
-def _states(
-    k, v, beta, write, g, m, start, states, written, rows, T, S, L, N,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, STARTED: tl.constexpr,
-    TWO: tl.constexpr,
-):  # fmt: skip
-    """Serial over chunks for one head and BV values: X and w of every chunk, its gates and strengths."""
-    pid = tl.program_id(0).to(tl.int64)
-    parts: tl.constexpr = D // BV
-    bh, part = pid // parts, pid % parts
-    d = tl.arange(0, D)
-    e = part * BV + tl.arange(0, BV)
-    i = tl.arange(0, C)
-    square = i[:, None] * C + tl.arange(0, C)[None, :]
-    block = e[:, None] * D + d[None, :]
-    entry = bh // H // S
-    offset = (bh // H - entry * S) * L
-    first = (entry * T + offset) * H + bh % H
-    state = tl.zeros([BV, D], dtype=tl.float32)
-    if STARTED:
-        state = tl.load(start + bh * D * D + block)
-    for n in tl.range(N):
-        inside = i < T - offset - n * C
-        here = first + (n * C + i).to(tl.int64) * H
-        row = here[:, None] * D
-        slot = bh * N + n
-        keys = tl.load(k + row + d[None, :], mask=inside[:, None], other=0.0)
-        values = tl.load(v + row + e[None, :], mask=inside[:, None], other=0.0)
-        inverse = tl.load(m + slot * C * C + square)
-        strength = tl.load(beta + here, mask=inside, other=0.0)
-        if TWO:
-            strength = apart(strength)
-            values = values * (tl.load(write + here, mask=inside, other=0.0) / strength)[:, None]
-        run = tl.zeros([C], dtype=tl.float32)
-        total = 0.0
-        if GATED:
-            log = floored(tl.load(g + here, mask=inside, other=0.0))
-            run, total = tl.cumsum(log, 0), tl.sum(log, 0)
-        if part == 0:
-            scale = (strength.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
-            tl.store(rows + slot * 3 * C + i, run)
-            tl.store(rows + slot * 3 * C + C + i, strength)
-            tl.store(rows + slot * 3 * C + 2 * C + i, run - tl.log(scale))
-        old = state.to(keys.dtype)
-        tl.store(states + slot * D * D + block, old)
-        missing = values - tl.exp(run)[:, None] * tl.dot(keys, tl.trans(old))
-        w = tl.dot(inverse, missing.to(keys.dtype))
-        tl.store(written + row + e[None, :], w.to(keys.dtype), mask=inside[:, None])
-        kept = ((strength * tl.exp(total - run))[:, None] * w).to(keys.dtype)
-        if GATED:
-            state *= tl.exp(total)
-        state += tl.dot(tl.trans(kept), keys)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -133,6 +68,16 @@ def _fetch(source, at, bar, tile, wanted):
 def _send(target, at, tile):
     """Start a copy out of a tile."""
     async_store(target, at, reinterpret(tile, target.dtype, target.block_type.shape, target.layout))
+
+
+@gluon.jit
+def _dv_tile(solve2, D: gl.constexpr):
+    """(C, D) numbers where W is, or W and P."""
+    C: gl.constexpr = solve2.shape[1]
+    if D == C:
+        return solve2.index(0)
+    else:
+        return reinterpret(solve2, solve2.dtype, [C, D], solve2.layout)
 
 
 @gluon.jit
@@ -164,7 +109,7 @@ def _barrier():
 @gluon.jit
 def _copies(
     q, k, v, w, do, x, m, p, dq_out, dk_out, dv_out,
-    keys2, douts2, queries1, wrote1, state1, solve2, chain1, strong1,
+    keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, strong1,
     near, solve, middle, valued, late, solved, taken, sent, done, S, L, N, H, TWO: gl.constexpr,
 ):  # fmt: skip
     """One warp: every copy between memory and tiles, in the order in which the products need and free them."""
@@ -189,13 +134,13 @@ def _copies(
         mbarrier.wait(solved, turn, pred=step >= 0)
         if TWO:
             if step >= 0:
-                _send(dv_out, [b, now, column], solve2)
+                _send(dv_out, [b, now, column], _dv_tile(solve2, D))
             store_wait(0)  # W and P come where it stands
         elif step >= 0:
             _send(dv_out, [b, now, column], chain1.index(0))
         mbarrier.expect(solve, (C + READS) * C * 2, pred=more)
         _fetch(m, [(slot - 1) * C, 0], solve, solve2.index(0), more)
-        _fetch(p, [(slot - 1) * READS, 0], solve, solve2.index(1), more)
+        _fetch(p, [(slot - 1) * READS, 0], solve, scores1.index(scores1.shape[0] - 1), more)
         store_wait(0)
         mbarrier.arrive(sent, count=1, pred=step >= 0)
         mbarrier.wait(taken, turn, pred=step >= 0)
@@ -238,7 +183,7 @@ def _sums(
         dstrength = gl.convert_layout(gl.sum(sums.index(0).load(pair), 1), line)
         strength = gl.load(beta + there, mask=token < T, other=1.0)
         if TWO:  # of the erase alone: k . what its key receives, in which every number has the factor b
-            strength = kept_apart(strength)
+            strength = apart(strength)
             dstrength = dstrength / strength
             by_value = gl.convert_layout(gl.sum(sums.index(3).load(pair), 1), line)
             gl.store(dwrite + there, by_value / strength, mask=token < T)
@@ -261,7 +206,7 @@ def _sums(
 
 @gluon.jit
 def _products(
-    keys2, douts2, queries1, wrote1, state1, solve2, chain1, later1, strong1, reads1, erases1,
+    keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, later1, strong1, reads1, erases1,
     near, solve, middle, valued, late, solved, taken, sent, done,
     sums, asked, counted, rows, dfinal, dstart, write, T, S, L, N, H,
     GATED: gl.constexpr, TWO: gl.constexpr,
@@ -305,9 +250,7 @@ def _products(
         wrote = wrote1.index(zero)
         state = state1.index(zero)
         inverse = solve2.index(zero)
-        scores = solve2.index(1 + zero)
-        if READS < C:
-            scores = scores.slice(0, READS)
+        scores = scores1.index(scores1.shape[0] - 1 + zero)
         later = later1.index(zero)
         strong = strong1.index(zero)
         chain = chain1.index(zero)
@@ -322,10 +265,6 @@ def _products(
         run_i = gl.load(table + i)
         run_j = gl.load(table + 2 * C + j)  # without log m: the decays below are m times decays
         total = gl.load(table + C - 1)
-        if TWO:
-            token = gl.arange(0, C, down) + (n * C + first)
-            place = (b * T + token).to(gl.int64) * H + bh % H
-            ratio = gl.load(write + place, mask=token < T, other=0.0) / strength  # which is `apart`
         if EVERY > 1:
             before = gl.arange(0, C, gl.SliceLayout(1, reading))
             at = gl.arange(0, READS, gl.SliceLayout(0, reading)) * EVERY + (EVERY - 1)
@@ -366,6 +305,10 @@ def _products(
         else:
             reads.permute((1, 0)).store((a * fade).to(half))
             dout = (read_reach[:, None] * douts.load(flat).to(gl.float32)).to(half)
+        if TWO:
+            token = gl.arange(0, C, down) + (n * C + first)
+            place = (b * T + token).to(gl.int64) * H + bh % H
+            ratio = gl.load(write + place, mask=token < T, other=0.0) / strength  # which is `apart`
         s = warpgroup_mma_wait(0, deps=[s])
         if TWO:
             mbarrier.wait(valued, turn)
@@ -373,7 +316,7 @@ def _products(
         y = warpgroup_mma(wrote, later, zero_wide, use_acc=False, is_async=True)
         barrier()
         if TWO:  # dv where W and P were, p k where v was
-            reinterpret(solve2, half, [C, D], solve2.layout).store((ratio[:, None] * s).to(half))
+            _dv_tile(solve2, D).store((ratio[:, None] * s).to(half))
             strong.store((power[:, None] * keys.load(wide).to(gl.float32)).to(half))
         douts.store(dout)
         chain.store(s.to(half))
@@ -483,7 +426,11 @@ def _gradients(
     queries1 = gl.allocate_shared_memory(q.dtype, [1, READS, D], swizzled)
     wrote1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)
     state1 = gl.allocate_shared_memory(q.dtype, [1, D, D], swizzled)
-    solve2 = gl.allocate_shared_memory(q.dtype, [2, C, C], swizzled)  # W, P, then dv of two strengths
+    solve2 = gl.allocate_shared_memory(q.dtype, [1 + (READS == C), C, C], swizzled)  # W, P, then dv of two strengths
+    if READS == C:
+        scores1 = solve2
+    else:
+        scores1 = gl.allocate_shared_memory(q.dtype, [1, READS, C], swizzled)
     chain1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # b du, then s, then -e^G s
     later1 = gl.allocate_shared_memory(q.dtype, [1, D, D], swizzled)  # dX'
     strong1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # v of two strengths, then p k
@@ -507,14 +454,14 @@ def _gradients(
     gl.warp_specialize(
         [
             (_products, (
-                keys2, douts2, queries1, wrote1, state1, solve2, chain1, later1, strong1, reads1, erases1,
+                keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, later1, strong1, reads1, erases1,
                 near, solve, middle, valued, late, solved, taken, sent, done,
                 sums, asked, counted, rows, dfinal, dstart, write, T, S, L, N, H, GATED, TWO,
             )),
             (_sums, (sums, asked, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H, GATED, TWO)),
             (_copies, (
                 q, k, v, w, do, x, m, p, dq_out, dk_out, dv_out,
-                keys2, douts2, queries1, wrote1, state1, solve2, chain1, strong1,
+                keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, strong1,
                 near, solve, middle, valued, late, solved, taken, sent, done, S, L, N, H, TWO,
             )),
         ],
@@ -536,15 +483,7 @@ def _gradients(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Launch:
-    warps: int  # of the states, with `stages` of loads under way and `values` columns of v a program
-    stages: int
-    values: int
-    multiply: int  # warps that multiply in the gradients
-
-
-_LAUNCH = {64: _Launch(4, 3, 64, 4), 128: _Launch(4, 3, 64, 8)}  # by width
+_WARPS = {64: 4, 128: 8}  # that multiply, by width
 
 
 def backward(
@@ -564,10 +503,6 @@ def backward(
     units, _, n = m.shape[:3]
     reads = p.shape[3]
     sizes = (t, segments, t if length is None else length, n, h)
-    setting = _LAUNCH[d]
-    parts = d // setting.values
-    states = q.new_empty(units, h, n, d, d)
-    rows = beta.new_empty(units, h, n, 3, _CHUNK)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbeta, dstart = torch.empty_like(beta), torch.empty_like(dfinal)
     gated = g is not None
@@ -576,20 +511,14 @@ def backward(
     gate, strong = beta if g is None else aligned(g), beta if write is None else aligned(write)
     dwrite = None if write is None else torch.empty_like(beta)
     written = dv  # w of a chunk is read before that chunk's dv is written
-    if FAST:
-        gates, writes = None if g is None else gate, None if write is None else strong
-        states, rows = hopper_states.states(k, v, beta, gates, writes, start, m, written, segments, sizes[2])
-    else:
-        _states[(units * h * parts,)](
-            k, v, beta, strong, gate, m, dfinal if start is None else aligned(start), states, written, rows,
-            *sizes[:-1], H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None,
-            TWO=write is not None, num_warps=setting.warps, num_stages=setting.stages,
-        )  # fmt: skip
+    states, rows = hopper_states.states(
+        k, v, beta, None if g is None else gate, None if write is None else strong, start, m, written, *sizes[1:3]
+    )
     _gradients[(units * h,)](
         token_tiles(q, d, reads), token_tiles(k, d), token_tiles(v, d), token_tiles(written, d),
         token_tiles(do, d, reads), matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
         token_tiles(dq, d, reads), token_tiles(dk, d), token_tiles(dv, d),
         rows, beta, gate, dfinal, dstart, dbeta, dg, strong, beta if dwrite is None else dwrite, *sizes,
-        D=d, GATED=gated, TWO=write is not None, num_warps=setting.multiply,
+        D=d, GATED=gated, TWO=write is not None, num_warps=_WARPS[d],
     )  # fmt: skip
     return dq, dk, dv, dbeta, dg, dstart, dwrite
