@@ -22,14 +22,13 @@ from axes.kernels.recurrent import kernels
 from axes.kernels.recurrent.sizes import CELLS, WIDEST
 
 _SEQUENCES = 16
-AHEAD, WARPS = True, 0
 
 
 def _constants(x: Tensor, cell: str, cu: Tensor | None) -> dict[str, Any]:
     side = max(16, power_of_2(x.shape[-1]))
     return dict(
         G=x.shape[3], BM=_SEQUENCES, BV=side, CELL=cell, PACKED=cu is not None, PRECISION=precision(x),
-        AHEAD=AHEAD, num_warps=WARPS or (8 if side == 128 else 4), num_stages=1,
+        num_warps=(8 if side == 128 else 4) if x.dtype == torch.float32 else max(4, side // 8), num_stages=1,
     )  # fmt: skip
 
 

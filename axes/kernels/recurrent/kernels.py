@@ -115,7 +115,7 @@ def _token(t, first, length, head, c, there, H, V):
 def forward(
     x, w, b, h0, y0, e0, out, last_h, last_y, last_e, us, hs, ys, es, offsets, B, T, H, V,
     G: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, CELL: tl.constexpr, SAVE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out and the last h, y and what is carried. SAVE: u, and h, y and what is carried before every token."""
     head, first, length, c, held, there = _tile(offsets, B, T, H, V, BM, BV, PACKED)
@@ -126,12 +126,9 @@ def forward(
     row, place, now = _token(0, first, length, head, c, there, H, V)
     x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
     for t in range(tl.max(length, 0)):
-        if AHEAD:  # nothing of the next token's x waits for this one's state
-            next_row, next_place, later = _token(t + 1, first, length, head, c, there, H, V)
-            next0, next1, next2, next3 = _activations(x, next_row, V, c[None, :], later, G)
-        else:
-            row, place, now = _token(t, first, length, head, c, there, H, V)
-            x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
+        # nothing of the next token's x waits for this one's state
+        next_row, next_place, later = _token(t + 1, first, length, head, c, there, H, V)
+        next0, next1, next2, next3 = _activations(x, next_row, V, c[None, :], later, G)
         short = h.to(w0.dtype)
         u0 = tl.dot(short, w0, input_precision=PRECISION) + b0
         u1 = tl.dot(short, w1, input_precision=PRECISION) + b1
@@ -147,9 +144,8 @@ def forward(
         shown, after, carried = walk(x0, x1, x2, x3, u0, u1, u2, u3, y, e, CELL)
         tl.store(out + place, shown.to(out.dtype.element_ty), mask=now)
         h, y, e = tl.where(now, shown, h), tl.where(now, after, y), tl.where(now, carried, e)
-        if AHEAD:
-            row, place, now = next_row, next_place, later
-            x0, x1, x2, x3 = next0, next1, next2, next3
+        row, place, now = next_row, next_place, later
+        x0, x1, x2, x3 = next0, next1, next2, next3
     _hold(last_h, last_y, last_e, h, y, e, held, there)
 
 
@@ -158,7 +154,7 @@ def forward(
 def backward(
     x, w, us, ys, es, dout, dh_last, dy_last, de_last, dx, du, dh0, dy0, de0, offsets, B, T, H, V,
     G: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, CELL: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x, of u and of what was there before the first token."""
     head, first, length, c, held, there = _tile(offsets, B, T, H, V, BM, BV, PACKED)
@@ -171,17 +167,11 @@ def backward(
     y, e, d = _given(ys, es, dout, place, now, G)
     for n in range(longest):
         t = longest - 1 - n
-        if AHEAD:
-            earlier = there & (t > 0)
-            next_row, next_place, later = _token(t - 1, first, length, head, c, earlier, H, V)
-            nx0, nx1, nx2, nx3 = _activations(x, next_row, V, c[None, :], later, G)
-            nu0, nu1, nu2, nu3 = _activations(us, next_row, V, c[None, :], later, G)
-            ny, ne, nd = _given(ys, es, dout, next_place, later, G)
-        else:
-            row, place, now = _token(t, first, length, head, c, there, H, V)
-            x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
-            u0, u1, u2, u3 = _activations(us, row, V, c[None, :], now, G)
-            y, e, d = _given(ys, es, dout, place, now, G)
+        earlier = there & (t > 0)
+        next_row, next_place, later = _token(t - 1, first, length, head, c, earlier, H, V)
+        nx0, nx1, nx2, nx3 = _activations(x, next_row, V, c[None, :], later, G)
+        nu0, nu1, nu2, nu3 = _activations(us, next_row, V, c[None, :], later, G)
+        ny, ne, nd = _given(ys, es, dout, next_place, later, G)
         d += dh
         dx0, dx1, dx2, dx3, du2, before, out = back(x0, x1, x2, x3, u0, u1, u2, u3, y, e, d, dy, de, CELL)
         _keep(dx, dx0, dx1, dx2, dx3, row, V, c[None, :], now, G)
@@ -193,9 +183,8 @@ def backward(
         if G == 4:
             back_h += tl.dot(dx3.to(w0.dtype), w3, input_precision=PRECISION)
         dh, dy, de = tl.where(now, back_h, dh), tl.where(now, before, dy), tl.where(now, out, de)
-        if AHEAD:
-            row, place, now = next_row, next_place, later
-            x0, x1, x2, x3 = nx0, nx1, nx2, nx3
-            u0, u1, u2, u3 = nu0, nu1, nu2, nu3
-            y, e, d = ny, ne, nd
+        row, place, now = next_row, next_place, later
+        x0, x1, x2, x3 = nx0, nx1, nx2, nx3
+        u0, u1, u2, u3 = nu0, nu1, nu2, nu3
+        y, e, d = ny, ne, nd
     _hold(dh0, dy0, de0, dh, dy, de, held, there)
