@@ -32,12 +32,15 @@ def _one_after_another(chain):
 def scalar_chain(
     q, k, v, beta=None, g=None, erase=None, initial_state=None, *, rule="write", early=False, write=None, **_
 ) -> tuple[Tensor, Tensor]:
-    """S_t = e^{g_t} S_{t-1} + beta_t (v_t - S' a_t) k_t^T, or of two strengths (write_t v_t - beta_t S' k_t) k_t^T."""
+    """S_t = e^{g_t} S_{t-1} + beta_t (v_t - S' a_t) k_t^T, or of two strengths (write_t v_t - beta_t S' k_t) k_t^T; of
+    fewer queries than tokens, each is of the last of several."""
+    each = max(1, v.shape[1] // max(1, q.shape[1]))
     if write is not None:
         assert erase is None and not early
         erase, v, beta = beta[..., None] * _grouped(k, v.shape[2]), write[..., None] * v, None
     wide = None if g is None else g[..., None]
-    return _chain(q, k, v, wide, beta, erase, initial_state, rule, early)
+    out, final = _chain(q.repeat_interleave(each, 1), k, v, wide, beta, erase, initial_state, rule, early)
+    return out[:, each - 1 :: each], final
 
 
 def mass_chain(q, k, v, beta=None, g=None, start=None, *, cu_seqlens=None) -> tuple[Tensor, Tensor, Tensor]:

@@ -117,6 +117,19 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
     return run
 
 
+def several_writes(d: int) -> Callable[[], None]:
+    def run() -> None:
+        _, k, v, beta, g = tokens(HALF, d, d)
+        q = torch.randn(2, 128, 2, d, dtype=HALF, requires_grad=True)
+        with (
+            patch.object(scalar_module, "_plain", lambda *_: True),
+            patch.object(scalar_module, "reads_last", lambda *_: True),
+        ):
+            both(scalar_chain(q, k, v, beta, g, rule="delta"))
+
+    return run
+
+
 def two_strengths(d: int) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(HALF, d, d)
@@ -499,6 +512,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper segments": scalar(HALF, 128, plain=True, rule="delta", segments=2),
     "hopper two strengths 128": two_strengths(128),
     "hopper two strengths 64": two_strengths(64),
+    "hopper two writes 128": several_writes(128),
+    "hopper two writes 64": several_writes(64),
     "delta 128": scalar(HALF, 128, rule="delta"),
     "delta 256": scalar(HALF, 256, rule="delta"),
     "delta 64 float32": scalar(FULL, 64, rule="delta"),

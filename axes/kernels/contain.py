@@ -56,7 +56,7 @@ def _again(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
     RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-    BONUS: tl.constexpr, SLOTS: tl.constexpr,
+    BONUS: tl.constexpr, SLOTS: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """One unit, head and block of the columns of o. Two SLOTS of a state have blocks g, strengths b, and a erases."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
@@ -64,7 +64,8 @@ def _again(
     unit, head, e = pid // (PARTS * HV), pid // PARTS % HV, pid % PARTS * BV + tl.arange(0, BV)
     first, end = unit_rows(offsets, unit, T, PACKED)
     length = (end - first).to(tl.int32)
-    bad, chunks = first_bad(o + (first * HV + head) * V, HV * V, e, 0, length, V, C, LOOK)
+    outputs = o + (first // EVERY * HV + head) * V
+    bad, chunks = first_bad(outputs, HV * V, e, 0, length // EVERY, V, C // EVERY, LOOK)
     if bad < chunks:
         d = tl.arange(0, BK)
         at = ((unit.to(tl.int64) * HV + head) * V + e[:, None]) * (SLOTS * K) + d[None, :]
@@ -89,7 +90,7 @@ def _again(
                     HV // GROUP * K, HV // GROUP * K, HV * V, HV,
                     HV * K if GATE == "channel" else HV * V if GATE == "row" else HV,
                     HV // GROUP * K, HV if RULE == "two" else HV // GROUP * K,
-                    GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER,
+                    GROUP, K, V, RULE, GATE, EARLY, STRENGTH, OTHER, EVERY,
                 )  # fmt: skip
             if BONUS:  # what a query reads is the state before its token, and of that token a share of its own
                 own = query * _vector(k, token, HV // GROUP * K, head // GROUP, d, K)
@@ -97,8 +98,8 @@ def _again(
                 out = tl.sum(before * query[None, :], 1) + _vector(v, token, HV * V, head, e, V) * tl.sum(own, 0)
             else:
                 out = tl.sum(state * query[None, :], 1)
-            kept = (e < V) & (t >= bad * C)
-            tl.store(o + (token * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
+            kept = (e < V) & (t >= bad * C)  # of several tokens with one output the last
+            tl.store(o + (token // EVERY * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
         tl.store(final + at, state, mask=inside)
         if SLOTS == 2:
             tl.store(final + at + K, other, mask=inside)
@@ -120,7 +121,8 @@ def contain(
     q, k, a, b (B, T, H, K), v and o (B, T, HV, V), beta (B, T, HV), g (B, T, HV), (B, T, HV, K) or with `by_rows`
     (B, T, HV, V), start and final (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr",
     `a` and `early` as in `step.chain_step`, or "two", whose b (B, T, HV) are strengths of writes; bonus (HV, K): o is
-    of the states before their tokens, and so much of each token.
+    of the states before their tokens, and so much of each token. Of q and o there may be the last of several tokens
+    alone.
     """
     wide = "row" if by_rows else "channel"
     gate = "none" if g is None else "head" if g.ndim == 3 else wide
@@ -141,7 +143,7 @@ def _walk(
     b: Tensor | None, bonus: Tensor | None, start: Tensor | None, offsets: Tensor | None, chunk: int, slots: int = 1,
     **options: Any,
 ) -> None:  # fmt: skip
-    (batch, length, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
+    (batch, length, h, d_k), (hv, d_v) = k.shape, v.shape[2:]
     units = batch if offsets is None else offsets.shape[0] - 1
     sizes = settings(d_k, d_v, slots)
     _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
@@ -149,7 +151,7 @@ def _walk(
         v if offsets is None else offsets, length,
         HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
         STARTED=start is not None, STRENGTH=beta is not None, OTHER=a is not None, BONUS=bonus is not None,
-        SLOTS=slots, **options, **sizes,
+        SLOTS=slots, EVERY=length // max(1, q.shape[1]), **options, **sizes,
     )  # fmt: skip
 
 

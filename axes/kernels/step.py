@@ -71,13 +71,14 @@ def _number(ptr, entry, stride, at):
 def follow(
     old, entry, head, d, e, q, k, v, beta, g, a, b, q_row, k_row, v_row, beta_row, g_row, a_row, b_row,
     GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr,
-    EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
+    EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr, EVERY: tl.constexpr = 1,
 ):  # fmt: skip
     """Rows e of a head's state after one token, and the token's query.
 
     RULE: "write", "delta", "dplr", or "two" strengths, beta of what is erased and b of what is written. GATE: "none",
-    "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else it is k."""
-    query = _vector(q, entry, q_row, head // GROUP, d, K)
+    "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else it is k. EVERY: of so many the
+    last has a query."""
+    query = _vector(q, entry // EVERY, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
     new = old

@@ -155,6 +155,14 @@ def _run(
             begun = state or _begun(update, kernel_terms.every_head(update, signal), time, weights)
             with own_precision(v):
                 return kernel_terms.run_turning(signal, rates, begun)
+        written = several_writes and choice[:2] == ("chain", "triton") and plain is several.one(update)
+        if written and kernel_terms.reads_last(plain, signal, several.each(update), update.parts().step.reads):
+
+            def by_kernel(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
+                with own_precision(v):
+                    return kernel_terms.run(update, signal, state, weights)
+
+            return several.run(update, signal, state, time, by_kernel, alone=True)
         kernel = choice.implementation == "triton"
         return _otherwise(update, several_writes, signal, state, time, weights, implementation, kernel)
     if choice[:2] == ("chain", "triton") and q.shape[time]:

@@ -201,6 +201,24 @@ def own_bonus(update: StateUpdate, signal: Signal) -> Tensor | None:
     return bonus if bonus.shape == (v.shape[2], _tensor(signal, "k").shape[-1]) else None
 
 
+def reads_last(plain: StateUpdate, signal: Signal, writes: int, reads: int) -> bool:
+    """Whether the kernels of a chain take the queries of the last of so many of its tokens alone. signal: with several
+    writes a token, which the update makes one after another (DeltaProduct)."""
+    p, v, q = plain.parts(), _tensor(signal, "v"), _tensor(signal, "q")
+    if reads > 1 or p.step.debias or v.ndim != 5 or q.ndim != 4:
+        return False
+    if family(plain) != "scalar" or not p.predicts or "rotation" in gates(p.monoid):
+        return False
+    if p.step.at == "prev" and gates(p.monoid) != {"identity"}:  # an early erase
+        return False
+    if rate_shape(p.step.rate) != "scalar" or p.step.rate == 1.0 or _tensor(signal, "k").shape[2] != v.shape[2]:
+        return False
+    from axes.kernels.scalar.chain import reads_last
+
+    each = v.new_empty(()).expand(v.shape[0], v.shape[1] * writes, v.shape[2], v.shape[4])
+    return reads_last(q, each, None)
+
+
 def turning(update: StateUpdate, signal: Signal) -> tuple[Tensor, Tensor] | None:
     """Log gates and angles (B, T, HV, V/2), or (HV, V/2) of all tokens, of modes that have a kernel (S5, the LRU): keys
     of one entry, written as they are, under one gate and one turn of every pair of rows. None of others."""

@@ -4,7 +4,8 @@
 
 The others keep the state as it is: named gates are open there, other maps of the monoid at their neutral values. A read
 after the first has a token that writes nothing, with a key and a value of zero. So (n + r - 1) T tokens of the tuple
-with one write and one read are computed by whatever computes that, kernels included, and nothing else is new.
+with one write and one read are computed by whatever computes that, kernels included, and nothing else is new. Queries
+of tokens that are not read are zeros, unless what computes takes those of the last ones alone.
 """
 
 from __future__ import annotations
@@ -39,19 +40,24 @@ def each(update: StateUpdate) -> int:
     return step.writes + step.reads - 1
 
 
-def run(update: StateUpdate, signal: Signal, state: State | None, time: int, compute: Compute) -> tuple[Tensor, State]:
-    """Outputs and the last state. compute: the tuple with one write's own, of more tokens and a state."""
+def run(
+    update: StateUpdate, signal: Signal, state: State | None, time: int, compute: Compute, alone: bool = False
+) -> tuple[Tensor, State]:
+    """Outputs and the last state. compute: the tuple with one write's own, of more tokens and a state; alone: it takes
+    the queries that are there, one read a token, and gives their outputs."""
     n, reads = each(update), update.parts().step.reads
-    given = tokens(update, signal, time)
+    given = tokens(update, signal, time, alone)
     out, end = compute(one(update), given, state)
-    out = out.unflatten(time, (-1, n))
-    out = out.select(time + 1, n - 1) if reads == 1 else out.narrow(time + 1, n - reads, reads).movedim(time + 1, -2)
+    if not alone:
+        out = out.unflatten(time, (-1, n))
+        read = out.narrow(time + 1, n - reads, reads)
+        out = out.select(time + 1, n - 1) if reads == 1 else read.movedim(time + 1, -2)
     before = 0 if state is None else state.count
     return out, end._replace(count=before + (end.count - before) // n)
 
 
-def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor | float]:
-    """A signal (..., T at `time`, ...) as one of more tokens with a write and a read each."""
+def tokens(update: StateUpdate, signal: Signal, time: int, alone: bool = False) -> dict[str, Tensor | float]:
+    """A signal (..., T at `time`, ...) as one of more tokens with a write and a read each; alone: q as it is."""
     p = update.parts()
     n, writes, reads, repeated, still = each(update), p.step.writes, p.step.reads, several(p), idle(update)
     v, shapes = signal["v"], {per.name: per for per in update.demands()}
@@ -68,6 +74,9 @@ def tokens(update: StateUpdate, signal: Signal, time: int) -> dict[str, Tensor |
                 x = x.movedim(-1 - last, time + 1)
                 given[name] = _longer(x, n - writes, time + 1).flatten(time, time + 1)
                 continue
+            given[name] = x
+            continue
+        if name == "q" and alone:
             given[name] = x
             continue
         if name == "q" and reads > 1:

@@ -1,4 +1,5 @@
-"""The delta rule by Hopper's kernels with strengths of writes and erases apart (Comba), against a float64 loop."""
+"""The delta rule by Hopper's kernels with strengths of writes and erases apart (Comba), and with one read of several
+writes (DeltaProduct): against float64 loops: values and every gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from axes import catalogue, dispatch  # noqa: E402
 from axes.core import reference  # noqa: E402
 from axes.errors import ShapeError  # noqa: E402
-from axes.kernels.scalar.chain import scalar_chain, takes_two  # noqa: E402
+from axes.kernels.scalar.chain import reads_last, scalar_chain, takes_two  # noqa: E402
 from axes.testing.examples import example  # noqa: E402
 
 BF = torch.bfloat16
@@ -100,9 +101,37 @@ def test_what_no_kernel_takes_is_refused() -> None:
         chain(**half)
 
 
-def test_comba_is_its_tuple() -> None:
-    """As it runs on this GPU, from a state on, against the interpreter in float64."""
-    update = catalogue.get("comba", axis="sequence").update
+@pytest.mark.parametrize(("n", "t", "d"), ((2, 1, 64), (2, 75, 128), (4, 33, 64), (4, 33, 128), (2, 300, 64)))
+def test_queries_of_the_last_of_several_tokens(n: int, t: int, d: int) -> None:
+    """40 heads, so that one segment fills the processors."""
+    given = draw(n * t, d, b=2, h=40)
+    given["q"] = given["q"][:, n - 1 :: n].contiguous()
+    assert reads_last(given["q"], given["v"], None)
+
+    def last(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        o, final = loop(q.repeat_interleave(n, 1), *rest)
+        return o[:, n - 1 :: n], final
+
+    def one_strength(q, k, v, beta, g, write, state) -> tuple[Tensor, Tensor]:
+        return scalar_chain(q, k, v, beta, g, initial_state=state)
+
+    do, dfinal = randn(*given["q"].shape), randn(*given["state"].shape)
+    given["write"] = given["beta"]
+    leaves = [x.detach().requires_grad_() for name, x in given.items() if name != "write"]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    got = one_strength(*leaves[:5], None, leaves[5])
+    want = last(*wide[:5], wide[3], wide[5])
+    got += torch.autograd.grad(got, leaves, (do.to(BF), dfinal))
+    want += torch.autograd.grad(want, wide, (do.to(BF).double(), dfinal.double()))
+    names = [x for x in NAMES if x != "write"]
+    far = {name: distance(a, b) for name, a, b in zip(names, got, want, strict=True)}
+    assert all(e < CLOSE for e in far.values()), far
+
+
+@pytest.mark.parametrize("name", ("comba", "delta-product", "gated-delta-product"))
+def test_the_instances_are_their_tuples(name: str) -> None:
+    """What the catalogue's tuples run as on this GPU, from a state on, against the interpreter in float64."""
+    update = catalogue.get(name, axis="sequence").update
     made = example(update, batch=(2, 70), length=130, d_k=64, d_v=64, dtype=torch.float32)
     given = {n: x.movedim(2, 1).cuda() for n, x in made.items() if isinstance(x, Tensor)}
     given |= {n: given[n].to(BF) for n in "qkv"}
@@ -113,8 +142,9 @@ def test_comba_is_its_tuple() -> None:
     assert distance(state.theta[0], last.theta[0]) < CLOSE
 
 
-def test_a_nan_stays_behind_its_token() -> None:
-    update = catalogue.get("comba", axis="sequence").update
+@pytest.mark.parametrize("name", ("comba", "delta-product"))
+def test_a_nan_stays_behind_its_token(name: str) -> None:
+    update = catalogue.get(name, axis="sequence").update
     made = example(update, batch=(1, 140), length=100, d_k=64, d_v=64, dtype=torch.float32)
     given = {n: x.movedim(2, 1).cuda() for n, x in made.items() if isinstance(x, Tensor)}
     given |= {n: given[n].to(BF) for n in "qkv"}

@@ -15,11 +15,12 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def token_tiles(x: Tensor, width: int) -> TensorDescriptor:
-    """(B, T, H, D) in tiles of 64 tokens by `width` of a head's numbers; tokens from T on are zero, never written."""
+def token_tiles(x: Tensor, width: int, rows: int = 64) -> TensorDescriptor:
+    """(B, T, H, D) in tiles of 64 tokens, or so many, by `width` of a head's numbers; tokens from T on are zero, never
+    written."""
     b, t, h, d = x.shape
     x = aligned(x)  # never a copy of an output: those are allocated
-    return _tiles(x, [b, t, h * d], [t * h * d, h * d, 1], [1, 64, width], 128)
+    return _tiles(x, [b, t, h * d], [t * h * d, h * d, 1], [1, rows, width], 128)
 
 
 def head_tiles(x: Tensor, rows: int) -> TensorDescriptor:

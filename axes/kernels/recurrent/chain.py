@@ -28,7 +28,7 @@ def _constants(x: Tensor, cell: str, cu: Tensor | None) -> dict[str, Any]:
     side = max(16, power_of_2(x.shape[-1]))
     return dict(
         G=x.shape[3], BM=_SEQUENCES, BV=side, CELL=cell, PACKED=cu is not None, PRECISION=precision(x),
-        num_warps=8 if side == 128 else 4, num_stages=1,
+        num_warps=(8 if side == 128 else 4) if x.dtype == torch.float32 else max(4, side // 8), num_stages=1,
     )  # fmt: skip
 
 

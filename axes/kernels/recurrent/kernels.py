@@ -63,6 +63,14 @@ def _activations(x, row, V, c, mask, G: tl.constexpr):
 
 
 @triton.jit
+def _given(ys, es, dout, place, mask, G: tl.constexpr):
+    """The state, what was carried and the outputs' gradient of every sequence's token."""
+    y = tl.load(ys + place, mask=mask, other=0.0)
+    e = tl.load(es + place, mask=mask & (G == 4), other=0.0)
+    return y, e, tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _keep(to, x0, x1, x2, x3, row, V, c, mask, G: tl.constexpr):
     place = to + row * G * V + c
     tl.store(place, x0.to(to.dtype.element_ty), mask=mask)
@@ -115,9 +123,12 @@ def forward(
     w0, w1, w2, w3 = _matrices(w, head, V, G, BV, False)
     b0, b1 = _line(b, head, 0, V, c, G, True), _line(b, head, 1, V, c, G, True)
     b2, b3 = _line(b, head, 2, V, c, G, True), _line(b, head, 3, V, c, G, G == 4)
+    row, place, now = _token(0, first, length, head, c, there, H, V)
+    x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
     for t in range(tl.max(length, 0)):
-        row, place, now = _token(t, first, length, head, c, there, H, V)
-        x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
+        # nothing of the next token's x waits for this one's state
+        next_row, next_place, later = _token(t + 1, first, length, head, c, there, H, V)
+        next0, next1, next2, next3 = _activations(x, next_row, V, c[None, :], later, G)
         short = h.to(w0.dtype)
         u0 = tl.dot(short, w0, input_precision=PRECISION) + b0
         u1 = tl.dot(short, w1, input_precision=PRECISION) + b1
@@ -133,6 +144,8 @@ def forward(
         shown, after, carried = walk(x0, x1, x2, x3, u0, u1, u2, u3, y, e, CELL)
         tl.store(out + place, shown.to(out.dtype.element_ty), mask=now)
         h, y, e = tl.where(now, shown, h), tl.where(now, after, y), tl.where(now, carried, e)
+        row, place, now = next_row, next_place, later
+        x0, x1, x2, x3 = next0, next1, next2, next3
     _hold(last_h, last_y, last_e, h, y, e, held, there)
 
 
@@ -148,14 +161,18 @@ def backward(
     dh, dy, de = _held(dh_last, dy_last, de_last, held, there)
     w0, w1, w2, w3 = _matrices(w, head, V, G, BV, True)
     longest = tl.max(length, 0)
+    row, place, now = _token(longest - 1, first, length, head, c, there & (longest > 0), H, V)
+    x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
+    u0, u1, u2, u3 = _activations(us, row, V, c[None, :], now, G)
+    y, e, d = _given(ys, es, dout, place, now, G)
     for n in range(longest):
         t = longest - 1 - n
-        row, place, now = _token(t, first, length, head, c, there, H, V)
-        x0, x1, x2, x3 = _activations(x, row, V, c[None, :], now, G)
-        u0, u1, u2, u3 = _activations(us, row, V, c[None, :], now, G)
-        y = tl.load(ys + place, mask=now, other=0.0)
-        e = tl.load(es + place, mask=now & (G == 4), other=0.0)
-        d = tl.load(dout + place, mask=now, other=0.0).to(tl.float32) + dh
+        earlier = there & (t > 0)
+        next_row, next_place, later = _token(t - 1, first, length, head, c, earlier, H, V)
+        nx0, nx1, nx2, nx3 = _activations(x, next_row, V, c[None, :], later, G)
+        nu0, nu1, nu2, nu3 = _activations(us, next_row, V, c[None, :], later, G)
+        ny, ne, nd = _given(ys, es, dout, next_place, later, G)
+        d += dh
         dx0, dx1, dx2, dx3, du2, before, out = back(x0, x1, x2, x3, u0, u1, u2, u3, y, e, d, dy, de, CELL)
         _keep(dx, dx0, dx1, dx2, dx3, row, V, c[None, :], now, G)
         if CELL == "gru":  # of which u alone is multiplied by r
@@ -166,4 +183,8 @@ def backward(
         if G == 4:
             back_h += tl.dot(dx3.to(w0.dtype), w3, input_precision=PRECISION)
         dh, dy, de = tl.where(now, back_h, dh), tl.where(now, before, dy), tl.where(now, out, de)
+        row, place, now = next_row, next_place, later
+        x0, x1, x2, x3 = nx0, nx1, nx2, nx3
+        u0, u1, u2, u3 = nu0, nu1, nu2, nu3
+        y, e, d = ny, ne, nd
     _hold(dh0, dy0, de0, dh, dy, de, held, there)

@@ -1,9 +1,9 @@
 """The chain with a scalar gate, exact, forward and backward: retention, Mamba-2, DeltaNet, gated DeltaNet and kin.
 
     S_t = e^{g_t} S_{t-1} + beta_t (v_t - [delta] S' a_t) k_t^T,     o_t = S_t q_t,
-S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; or with two strengths (write_t v_t - beta_t S' k_t) k_t^T (Comba). The
-mathematics is with the kernels, in `delta` and `write`; the cut of the tokens into units is in `sizes`, the launches in
-`launches`, the entry here.
+S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; or with two strengths (write_t v_t - beta_t S' k_t) k_t^T (Comba); and
+read at every token, or at the last of several (DeltaProduct). The mathematics is with the kernels, in `delta` and
+`write`; the cut of the tokens into units is in `sizes`, the launches in `launches`, the entry here.
 
 Few heads and many tokens: the tokens of an entry are cut into segments that run side by side. A segment's map of states
 is affine, X -> W X + b; one pass finds W and b of every segment, a small kernel carries the state from segment to
@@ -43,7 +43,8 @@ if GLUON:
 def _plain(q: Tensor, v: Tensor, beta: Tensor | None, erase: Tensor | None, special: bool) -> bool:
     """Whether the Hopper kernels compute a chain: 16 bit, dense, K = V in {64, 128}, as many value heads as key heads,
     keys erased where they are written, after the gate; special: packed or early."""
-    return erase is None and beta is not None and not special and GLUON and hopper.fits(q, v)
+    like = q if q.shape[1] == v.shape[1] else v  # several writes a read
+    return erase is None and beta is not None and not special and GLUON and hopper.fits(like, v)
 
 
 def _delta_pair(x: Chain) -> tuple[Any, Any]:
@@ -61,6 +62,16 @@ def takes_two(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether the kernels of rule "delta" take a strength of writes beside that of erases: those for Hopper, where a
     quotient of the two has bfloat16's range."""
     return v.dtype == torch.bfloat16 and cu_seqlens is None and GLUON and hopper.fits(q, v)
+
+
+def reads_last(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether the kernels of rule "delta" take queries of the last of several tokens alone: q (B, T, H, K) of v
+    (B, n T, H, V), where those for Hopper run in one segment."""
+    (b, t, h, _), n = v.shape, v.shape[1] // max(1, q.shape[1])
+    plain = n in (2, 4) and t == n * q.shape[1] and q.shape[2:] == v.shape[2:] and q.dtype == v.dtype
+    if not plain or cu_seqlens is not None or not GLUON or not hopper.fits(v, v):
+        return False
+    return plain_segments_of(b * h, cdiv(t, 64)) == 1
 
 
 def in_halves(q: Tensor, v: Tensor, rule: str, cu_seqlens: Tensor | None) -> bool:
@@ -114,7 +125,7 @@ def _forward(
     if v.numel() == 0:
         units = q.shape[0] if cu is None else cu.shape[0] - 1
         final = q.new_zeros(units, v.shape[2], v.shape[3], q.shape[3], dtype=torch.float32)
-        return torch.empty_like(v), final if start is None else final.copy_(start), []
+        return _empty(q, v), final if start is None else final.copy_(start), []
     made = _cut(q, v, beta, erase, cu, delta, early, segments)
     runs = spans = None
     if g is not None:
@@ -138,19 +149,25 @@ def _forward(
     return o, final, [y for y, given in zip(held, _present(g, delta, made.S), strict=True) if given]
 
 
+def _empty(q: Tensor, v: Tensor) -> Tensor:
+    """Outputs: of every token, or of the last of several."""
+    return v.new_empty(*q.shape[:2], *v.shape[2:])
+
+
 def _shapes(q, k, v, beta, g, erase, write, start, cu, delta, early, segments, record):
-    (b, t, _, d_k), (hv, d_v), c = q.shape, v.shape[2:], chunk_length(q.dtype)
+    (b, t, _, d_k), (hv, d_v), c = k.shape, v.shape[2:], chunk_length(q.dtype)
     units, slots = extent(b, t, c, cu)
-    o, final = torch.empty_like(v), q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
+    o, final = _empty(q, v), q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
     if v.numel() == 0 or not record:
         return o, final, []
     s = 1
     if cu is None:
         made = _cut(q, v, beta, erase, None, delta, early, segments)
         units, slots, s = made.units, made.slots, made.S
-    full, square = torch.float32, ((slots, hv, c, c), q.dtype)
+    full = torch.float32
     rooms = (
-        ((b, t, hv), full), ((units, hv, 2), torch.int32), square, square,
+        ((b, t, hv), full), ((units, hv, 2), torch.int32), ((slots, hv, c, c), q.dtype),
+        ((slots, hv, c * q.shape[1] // max(1, t), c), q.dtype),
         ((units, hv, d_v, d_k), full), ((units, hv, d_k, d_k), full),
     )  # fmt: skip
     there = zip(rooms, _present(g, delta, s), strict=True)
@@ -165,7 +182,7 @@ def _backward(
     if v.numel() == 0:
         zeros = [None if y is None else torch.zeros_like(y) for y in (q, k, v, beta, g, erase, write, start)]
         return [*zeros[:-1], zeros[-1] if dfinal is None else dfinal.clone()]  # type: ignore[list-item]
-    do = torch.zeros_like(v) if do is None else do
+    do = _empty(q, v).zero_() if do is None else do
     made, rest = _cut(q, v, beta, erase, cu, delta, early, segments), iter(kept)
     held = (next(rest) if given else None for given in _present(g, delta, made.S))
     runs, spans, m, p, starts, maps = held
@@ -214,13 +231,15 @@ def scalar_chain(
     (B, T, HV) logs of gates, at most 0, floored at -100, None for no gate. rule "write": nothing is erased. "delta":
     S' = e^{g_t} S_{t-1}, or S_{t-1} with early=True; a_t = k_t, or erase (B, T, H, K) in q's dtype.
     write (B, T, HV), where `takes_two` says so: strengths of what is written, beta then being of what is erased.
+    q (B, T / n, H, K), where `reads_last` says so: of every n-th token alone, and o likewise.
     cu_seqlens (U + 1,) int32 or int64 with B = 1: offsets 0, ..., T of U packed sequences; else U = B.
     initial_state (U, HV, V, K) or None for zero. segments: in how many pieces an entry's tokens run side by side (not
     with cu_seqlens); None chooses from the sizes alone. Returns o (B, T, HV, V) in v's dtype and the final state
     (U, HV, V, K) in float32; all inputs receive gradients, once. Raises ShapeError on what does not fit.
     """
     who = "scalar_chain"
-    check_chain(who, q, k, v, cu_seqlens, initial_state, {"beta": (beta, ()), "g": (g, ())})
+    every = k if reads_last(q, v, cu_seqlens) else q
+    check_chain(who, every, k, v, cu_seqlens, initial_state, {"beta": (beta, ()), "g": (g, ())})
     if rule not in ("write", "delta"):
         raise ShapeError(f"{who}: rule is 'write' or 'delta', not {rule!r}")
     if rule == "write" and (erase is not None or early):

@@ -12,6 +12,7 @@ A unit is a batch entry, or one of its segments of whole chunks: a row of tiles 
 are arguments, never constants: one binary for every number of heads.
 Two strengths, c of writes and beta of erases: V is multiplied by c / beta, beta held away from zero, so that c V is
 written.
+Queries, P and o may be there for the last of n tokens alone: tiles of 64 / n rows, columns of the products above.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from axes.kernels.common.warpgroup import add, apart, floored, left_layout, prod
 from axes.kernels.scalar.hopper_inverse import inverse
 
 _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, rows of a warpgroup's product
-_NUMBERS = gl.constexpr(4)  # rows of a chunk's per-token numbers: e^G, beta, e^(G_last - G) or c / beta, G log2 e
+# rows of a chunk's per-token numbers: e^G, beta, e^(G_last - G), G log2 e; the third is c / beta where there are two
+# strengths, and where not every token is read e^G and, from `_READ` on, G log2 e of those that are
+_NUMBERS = gl.constexpr(4)
+_READ = gl.constexpr(32)
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 
 
@@ -50,7 +54,7 @@ _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
 @gluon.jit(do_not_specialize=_SIZES)
 def _prepare(
     k_tiles, w_tiles, beta, write, g, numbers, runs, bounds, T, S, L, N, H,
-    GATED: gl.constexpr, CUT: gl.constexpr, TWO: gl.constexpr,
+    GATED: gl.constexpr, CUT: gl.constexpr, TWO: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """W and the per-token numbers of one chunk of one head; CUT: G as it is and the log of a bound on how far the
     chunk's map stretches a state, for the maps of segments."""
@@ -88,12 +92,17 @@ def _prepare(
     gl.store(to + _C, strength)
     if TWO:
         gl.store(to + 2 * _C, gl.load(write + at, mask=token < T, other=0.0) / strength)
-    else:
+    elif EVERY == 1:
         gl.store(to + 2 * _C, gl.exp(total - run))
     if CUT and GATED:
         gl.store(runs + at, run, mask=token < T)
     run = run * 1.4426950408889634  # log2 e
     gl.store(to + 3 * _C, run)
+    if EVERY > 1:
+        i = gl.arange(0, _C, layout=line)
+        read = numbers + pid.to(gl.int64) * (_NUMBERS * _C) + 2 * _C + i // EVERY
+        gl.store(read, gl.exp2(run), mask=i % EVERY == EVERY - 1)
+        gl.store(read + _READ, run, mask=i % EVERY == EVERY - 1)
 
     i = gl.arange(0, _C, layout=late)[:, None]
     j = gl.arange(0, _C, layout=early)[None, :]
@@ -123,7 +132,8 @@ def _feed(tiles, stages, filled, freed, S, L, N, H, WIDE: gl.constexpr):
     keys, queries, inverses, values, numbers = stages
     K: gl.constexpr = k_tiles.block_shape[2]
     STAGES: gl.constexpr = keys.shape[0]
-    BYTES: gl.constexpr = 2 * (2 * _C * K + _C * _C + WIDE * _C * _C) + 4 * _NUMBERS * _C
+    READS: gl.constexpr = queries.shape[2]
+    BYTES: gl.constexpr = 2 * ((_C + READS) * K + _C * _C + WIDE * _C * _C) + 4 * _NUMBERS * _C
     bh = gl.program_id(0)
     h = bh % H
     b, first = segment(bh // H, S, L)
@@ -138,7 +148,7 @@ def _feed(tiles, stages, filled, freed, S, L, N, H, WIDE: gl.constexpr):
         for w in gl.static_range(WIDE):
             to = values.index(stage * WIDE + w)
             async_load(v_tiles, [b, here, (h * WIDE + w) * _C], bar, to)
-        async_load(q_tiles, [b, here, h * K], bar, queries.index(stage))
+        async_load(q_tiles, [b, here // (_C // READS), h * K], bar, queries.index(stage))
         async_load(w_tiles, [(bh * N + n) * _C, 0], bar, inverses.index(stage))
 
 
@@ -151,7 +161,9 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
     BUFFERS: gl.constexpr = squares.shape[0]
     K: gl.constexpr = keys.shape[3]
     DTYPE: gl.constexpr = keys.dtype
-    HALF: gl.constexpr = _C // 2  # tokens at a time: registers are for those who carry the state
+    READS: gl.constexpr = queries.shape[2]
+    EVERY: gl.constexpr = _C // READS
+    HALF: gl.constexpr = min(READS, _C // 2)  # reads at a time: registers are for those who carry the state
     late: gl.constexpr = gl.SliceLayout(0, product_layout(HALF))
     early: gl.constexpr = gl.SliceLayout(1, product_layout(HALF))
     j = gl.arange(0, _C, layout=early)[:, None]
@@ -165,12 +177,16 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
         if RECORD:
             store_wait(BUFFERS - 1)
         key = keys.index(stage).reshape([_C, K])
-        query = queries.index(stage).reshape([_C, K])
+        query = queries.index(stage).reshape([READS, K])
         number = reinterpret(numbers.index(stage), gl.float32, [_NUMBERS, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        for part in gl.static_range(2):
-            i = part * HALF + gl.arange(0, HALF, layout=late)[None, :]
+        if EVERY == 1:
+            runs = number.index(3)
+        else:
+            runs = number.index(2).slice(_READ, READS)
+        for part in gl.static_range(READS // HALF):
+            i = (part * HALF + gl.arange(0, HALF, layout=late)[None, :]) * EVERY + EVERY - 1
             product = times(key, query.slice(part * HALF, HALF).permute((1, 0)), HALF)
-            span = number.index(3).slice(part * HALF, HALF).load(late)[None, :] - number.index(3).load(early)[:, None]
+            span = runs.slice(part * HALF, HALF).load(late)[None, :] - number.index(3).load(early)[:, None]
             decay = gl.exp2(gl.where(i >= j, span, float("-inf")))
             product = warpgroup_mma_wait(0, [product])
             square.slice(part * HALF, HALF).permute((1, 0)).store((product * decay).to(DTYPE))
@@ -178,7 +194,7 @@ def _score(p_tiles, squares, stages, bars, N, RECORD: gl.constexpr):
         mbarrier.arrive(freed.index(stage), count=1)
         mbarrier.arrive(scored.index(buffer), count=1)
         if RECORD:
-            async_store(p_tiles, [(bh * N + n) * _C, 0], square)
+            async_store(p_tiles, [(bh * N + n) * READS, 0], square)
     if RECORD:
         store_wait(0)
 
@@ -195,7 +211,10 @@ def _advance(
     STAGES: gl.constexpr = keys.shape[0]
     K: gl.constexpr = keys.shape[3]
     DTYPE: gl.constexpr = keys.dtype
+    READS: gl.constexpr = queries.shape[2]
+    EVERY: gl.constexpr = _C // READS
     square: gl.constexpr = product_layout(_C)
+    reading: gl.constexpr = gl.SliceLayout(0, product_layout(READS))
     wide: gl.constexpr = product_layout(K)
     left: gl.constexpr = left_layout(_C)
     bh = gl.program_id(0)
@@ -214,7 +233,7 @@ def _advance(
         old = gl.convert_layout(state.to(DTYPE), left)
         mbarrier.wait(filled.index(stage), n // STAGES & 1)
         key = keys.index(stage).reshape([_C, K])
-        query = queries.index(stage).reshape([_C, K])
+        query = queries.index(stage).reshape([READS, K])
         number = reinterpret(numbers.index(stage), gl.float32, [_NUMBERS, _C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # what is missing, then what each token writes, its read of the old state meanwhile
         known = times(old, key.permute((1, 0)), _C)
@@ -226,11 +245,11 @@ def _advance(
         known = warpgroup_mma_wait(0, [known])
         missing = gl.convert_layout((value - reach * known).to(DTYPE), left)
         u = times(missing, inverses.index(stage).permute((1, 0)), _C)
-        read = times(old, query.permute((1, 0)), _C)
+        read = times(old, query.permute((1, 0)), READS)
         u = warpgroup_mma_wait(1, [u])
         u = number.index(1).load(gl.SliceLayout(0, square))[None, :] * u
         # the state first: the next chunk waits for it
-        if TWO:  # its row has the ratios
+        if TWO or EVERY > 1:  # its row has other numbers
             last = number.index(3).slice(_C - 1, 1).load(gl.SliceLayout(0, square))
             rest = gl.exp2(last - number.index(3).load(gl.SliceLayout(0, square)))[None, :]
         else:
@@ -240,16 +259,20 @@ def _advance(
         given = gl.convert_layout(u.to(DTYPE), left)
         buffer = n % BUFFERS
         mbarrier.wait(scored.index(buffer), n // BUFFERS & 1)
-        read = warpgroup_mma_wait(1, [read]) * reach
+        read = warpgroup_mma_wait(1, [read])
+        if EVERY == 1:
+            read *= reach
+        else:
+            read *= number.index(2).slice(0, READS).load(reading)[None, :]
         read = warpgroup_mma(given, squares.index(buffer).permute((1, 0)), read, is_async=True)
         state, read = warpgroup_mma_wait(0, [state, read])
         fence_async_shared()
         mbarrier.arrive(freed.index(stage), count=1)
         mbarrier.arrive(used.index(buffer), count=1)
         store_wait(0)
-        out.reshape([_C, _C]).permute((1, 0)).store(read.to(DTYPE))
+        out.reshape([READS, _C]).permute((1, 0)).store(read.to(DTYPE))
         fence_async_shared()
-        async_store(o_tiles, [b, first + n * _C, (h * WIDE + W) * _C], out)
+        async_store(o_tiles, [b, (first + n * _C) // EVERY, (h * WIDE + W) * _C], out)
     gl.store(final + place, state)
     store_wait(0)
 
@@ -266,12 +289,13 @@ def _chain(
     WIDE: gl.constexpr = K // _C
     DTYPE: gl.constexpr = k_tiles.dtype
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], k_tiles.layout)
-    queries = gl.allocate_shared_memory(DTYPE, [STAGES, 1, _C, K], q_tiles.layout)
+    READS: gl.constexpr = q_tiles.block_shape[1]
+    queries = gl.allocate_shared_memory(DTYPE, [STAGES, 1, READS, K], q_tiles.layout)
     inverses = gl.allocate_shared_memory(DTYPE, [STAGES, _C, _C], w_tiles.layout)
     values = gl.allocate_shared_memory(DTYPE, [STAGES * WIDE, 1, _C, _C], v_tiles.layout)
     numbers = gl.allocate_shared_memory(gl.float32, [STAGES, _NUMBERS * _C], number_rows.layout)
-    squares = gl.allocate_shared_memory(DTYPE, [BUFFERS, _C, _C], p_tiles.layout)
-    outs = gl.allocate_shared_memory(DTYPE, [WIDE, 1, _C, _C], o_tiles.layout)
+    squares = gl.allocate_shared_memory(DTYPE, [BUFFERS, READS, _C], p_tiles.layout)
+    outs = gl.allocate_shared_memory(DTYPE, [WIDE, 1, READS, _C], o_tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     scored = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -332,13 +356,14 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 def prepare(
     k: Tensor, beta: Tensor, g: Tensor | None, segments: int = 1, length: int | None = None,
-    runs: Tensor | None = None, bounds: Tensor | None = None, write: Tensor | None = None,
+    runs: Tensor | None = None, bounds: Tensor | None = None, write: Tensor | None = None, every: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """W (units, H, N, 64, 64) and the per-token numbers of every chunk, from k (B, T, H, D), beta and g (B, T, H).
 
     An entry's T tokens are `segments` units of `length` tokens, a multiple of 64 where there is more than one; the last
     may be shorter. runs (B, T, H) and bounds (units * H * N), both or neither, receive cumulative gates and the logs of
-    bounds on how far chunks' maps stretch a state. write: strengths of writes; beta is then of erases alone.
+    bounds on how far chunks' maps stretch a state. write: strengths of writes; beta is then of erases alone. every: of
+    so many tokens the last is read.
     """
     b, t, h, d = k.shape
     beta = aligned(beta)
@@ -349,7 +374,8 @@ def prepare(
     _prepare[(b * segments * h * n,)](
         token_tiles(k, d), matrix_tiles(w), beta, beta if write is None else aligned(write),
         aligned(beta if g is None else g), numbers, runs, bounds,
-        t, segments, length, n, h, GATED=g is not None, CUT=runs is not None, TWO=write is not None, num_warps=4,
+        t, segments, length, n, h, GATED=g is not None, CUT=runs is not None, TWO=write is not None, EVERY=every,
+        num_warps=4,
     )  # fmt: skip
     return w, numbers
 
@@ -360,18 +386,21 @@ def chain(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o, the final states of all units, and P of every chunk, (units, H, N, 64, 64): empty without `record`.
 
-    S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`; w
-    and numbers from `prepare` with the same units, and `two` strengths or one; start and final (units, H, D, D)
-    float32, rows are values; all contiguous. Raises nothing: whoever calls it has checked.
+    S_t = e^g_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t. q, k, v (B, T, H, D) that `fits`, or
+    q and o of T / n tokens, each the last of n, and P (units, H, N, 64 / n, 64); w and numbers from `prepare` with the
+    same units and n, and `two` strengths or one; start and final (units, H, D, D) float32, rows are values; all
+    contiguous. Raises nothing: whoever calls it has checked.
     """
-    b, t, h, d = q.shape
+    b, t, h, d = k.shape
     units, _, n = w.shape[:3]
+    rows = 64 * q.shape[1] // t
     length = t if length is None else length
-    o, final = torch.empty_like(v), q.new_empty(units, h, d, d, dtype=torch.float32)
-    p = torch.empty_like(w) if record else w.new_empty(0)
+    o, final = torch.empty_like(q), q.new_empty(units, h, d, d, dtype=torch.float32)
+    p = w.new_empty(units, h, n, rows, 64) if record else w.new_empty(0)
     _chain[(units * h,)](
-        token_tiles(q, d), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w), matrix_tiles(p if record else w),
-        number_tiles(numbers), token_tiles(o, 64), final if start is None else aligned(start), final,
+        token_tiles(q, d, rows), token_tiles(k, d), token_tiles(v, 64), matrix_tiles(w),
+        matrix_tiles(p if record else w, rows), number_tiles(numbers), token_tiles(o, 64, rows),
+        final if start is None else aligned(start), final,
         segments, length, n, h,
         STARTED=start is not None, RECORD=record, TWO=two, num_warps=4, **_LAUNCH[d],
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The backward of the gated delta rule on Hopper: a pass forward for the states, a pass backward for the gradients.
+"""The backward of the gated delta rule on Hopper: behind the states of all chunks (`hopper_states`) a pass backward for
+the gradients.
 
 In a chunk of 64 tokens with first state X (V x K), strengths b, cumulative log gates G, D_ij = exp(G_i - G_j), i >= j:
     L = strict(K K^T * D)      W = (I + L b)^-1      P = lower(Q K^T * D)
@@ -23,15 +24,15 @@ Two strengths (Comba), c of writes and b of erases, are the same with c / b V in
     dv = c / b s        dc = v . s / b        db = k . (-(E b) K - e^G (s X)) / b
 All that an erase's key receives has the factor b, s has it too: nothing cancels before b is divided out, which k . dk
 less k . b Y would.
+
+Where of n tokens the last alone is read, q, do, dq and the rows of P and A are there for 64 / n tokens of a chunk, too
+few rows for a warpgroup's product: A and dq are made transposed,
+    A^T = (w do^T) * D^T        dq^T = X^T (e^G do)^T + K^T (A b)^T
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from axes.kernels.common.bulk import aligned, matrix_tiles, token_tiles
@@ -48,70 +49,10 @@ from axes.kernels.common.gluon import (
     warpgroup_mma_wait,
 )
 from axes.kernels.common.launch import Kernel
-from axes.kernels.common.tiles import apart, floored
-from axes.kernels.common.warpgroup import add, published, retire, segment
-from axes.kernels.common.warpgroup import apart as kept_apart
+from axes.kernels.common.warpgroup import add, apart, published, retire, segment
+from axes.kernels.scalar import hopper_states
 
-_CHUNK = 64
 _SIZES = ["T", "S", "L", "N", "H"]  # one kernel for all of them
-
-
-# ---- states --------------------------------------------------------------------------------------------------------
-
-
-@Kernel
-@triton.jit(do_not_specialize=_SIZES[:-1])
-def _states(
-    k, v, beta, write, g, m, start, states, written, rows, T, S, L, N,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, STARTED: tl.constexpr,
-    TWO: tl.constexpr,
-):  # fmt: skip
-    """Serial over chunks for one head and BV values: X and w of every chunk, its gates and strengths."""
-    pid = tl.program_id(0).to(tl.int64)
-    parts: tl.constexpr = D // BV
-    bh, part = pid // parts, pid % parts
-    d = tl.arange(0, D)
-    e = part * BV + tl.arange(0, BV)
-    i = tl.arange(0, C)
-    square = i[:, None] * C + tl.arange(0, C)[None, :]
-    block = e[:, None] * D + d[None, :]
-    entry = bh // H // S
-    offset = (bh // H - entry * S) * L
-    first = (entry * T + offset) * H + bh % H
-    state = tl.zeros([BV, D], dtype=tl.float32)
-    if STARTED:
-        state = tl.load(start + bh * D * D + block)
-    for n in tl.range(N):
-        inside = i < T - offset - n * C
-        here = first + (n * C + i).to(tl.int64) * H
-        row = here[:, None] * D
-        slot = bh * N + n
-        keys = tl.load(k + row + d[None, :], mask=inside[:, None], other=0.0)
-        values = tl.load(v + row + e[None, :], mask=inside[:, None], other=0.0)
-        inverse = tl.load(m + slot * C * C + square)
-        strength = tl.load(beta + here, mask=inside, other=0.0)
-        if TWO:
-            strength = apart(strength)
-            values = values * (tl.load(write + here, mask=inside, other=0.0) / strength)[:, None]
-        run = tl.zeros([C], dtype=tl.float32)
-        total = 0.0
-        if GATED:
-            log = floored(tl.load(g + here, mask=inside, other=0.0))
-            run, total = tl.cumsum(log, 0), tl.sum(log, 0)
-        if part == 0:
-            scale = (strength.to(tl.int32, bitcast=True) & 0x7FFFFF | 0x3F800000).to(tl.float32, bitcast=True)
-            tl.store(rows + slot * 3 * C + i, run)
-            tl.store(rows + slot * 3 * C + C + i, strength)
-            tl.store(rows + slot * 3 * C + 2 * C + i, run - tl.log(scale))
-        old = state.to(keys.dtype)
-        tl.store(states + slot * D * D + block, old)
-        missing = values - tl.exp(run)[:, None] * tl.dot(keys, tl.trans(old))
-        w = tl.dot(inverse, missing.to(keys.dtype))
-        tl.store(written + row + e[None, :], w.to(keys.dtype), mask=inside[:, None])
-        kept = ((strength * tl.exp(total - run))[:, None] * w).to(keys.dtype)
-        if GATED:
-            state *= tl.exp(total)
-        state += tl.dot(tl.trans(kept), keys)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -127,6 +68,16 @@ def _fetch(source, at, bar, tile, wanted):
 def _send(target, at, tile):
     """Start a copy out of a tile."""
     async_store(target, at, reinterpret(tile, target.dtype, target.block_type.shape, target.layout))
+
+
+@gluon.jit
+def _dv_tile(solve2, D: gl.constexpr):
+    """(C, D) numbers where W is, or W and P."""
+    C: gl.constexpr = solve2.shape[1]
+    if D == C:
+        return solve2.index(0)
+    else:
+        return reinterpret(solve2, solve2.dtype, [C, D], solve2.layout)
 
 
 @gluon.jit
@@ -157,14 +108,16 @@ def _barrier():
 
 @gluon.jit
 def _copies(
-    q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
-    keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-    near, solve, middle, late, solved, taken, sent, done, S, L, N, H, TWO: gl.constexpr,
+    q, k, v, w, do, x, m, p, dq_out, dk_out, dv_out,
+    keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, strong1,
+    near, solve, middle, valued, late, solved, taken, sent, done, S, L, N, H, TWO: gl.constexpr,
 ):  # fmt: skip
     """One warp: every copy between memory and tiles, in the order in which the products need and free them."""
     C: gl.constexpr = keys2.shape[1]
     D: gl.constexpr = keys2.shape[2]
     TILE: gl.constexpr = C * D * 2
+    READS: gl.constexpr = queries1.shape[1]
+    EVERY: gl.constexpr = C // READS
     bh = gl.program_id(0)
     b, first = segment(bh // H, S, L)
     column = (bh % H) * D
@@ -175,15 +128,19 @@ def _copies(
         more = n > 0
         now = first + n * C
         ahead = now - C
-        mbarrier.expect(near.index(1 - turn), 2 * TILE, pred=more)
+        mbarrier.expect(near.index(1 - turn), TILE + TILE // EVERY, pred=more)
         _fetch(k, [b, ahead, column], near.index(1 - turn), keys2.index(1 - turn), more)
-        _fetch(do, [b, ahead, column], near.index(1 - turn), douts2.index(1 - turn), more)
+        _fetch(do, [b, ahead // EVERY, column], near.index(1 - turn), douts2.index(1 - turn), more)
         mbarrier.wait(solved, turn, pred=step >= 0)
-        if step >= 0 and not TWO:
+        if TWO:
+            if step >= 0:
+                _send(dv_out, [b, now, column], _dv_tile(solve2, D))
+            store_wait(0)  # W and P come where it stands
+        elif step >= 0:
             _send(dv_out, [b, now, column], chain1.index(0))
-        mbarrier.expect(solve, 2 * C * C * 2, pred=more)
-        _fetch(m, [(slot - 1) * C, 0], solve, inverse1.index(0), more)
-        _fetch(p, [(slot - 1) * C, 0], solve, scores1.index(0), more)
+        mbarrier.expect(solve, (C + READS) * C * 2, pred=more)
+        _fetch(m, [(slot - 1) * C, 0], solve, solve2.index(0), more)
+        _fetch(p, [(slot - 1) * READS, 0], solve, scores1.index(scores1.shape[0] - 1), more)
         store_wait(0)
         mbarrier.arrive(sent, count=1, pred=step >= 0)
         mbarrier.wait(taken, turn, pred=step >= 0)
@@ -191,22 +148,28 @@ def _copies(
         _fetch(w, [b, ahead, column], middle, wrote1.index(0), more)
         mbarrier.wait(done, turn, pred=step >= 0)
         if step >= 0:
-            _send(dq_out, [b, now, column], douts2.index(turn))
+            _send(dq_out, [b, now // EVERY, column], douts2.index(turn))
             _send(dk_out, [b, now, column], keys2.index(turn))
-        mbarrier.expect(late, TILE + D * D * 2, pred=more)
-        _fetch(q, [b, ahead, column], late, queries1.index(0), more)
+        if TWO:
+            mbarrier.expect(valued, TILE, pred=more)
+            _fetch(v, [b, ahead, column], valued, strong1.index(0), more)
+        mbarrier.expect(late, TILE // EVERY + D * D * 2, pred=more)
+        _fetch(q, [b, ahead // EVERY, column], late, queries1.index(0), more)
         _fetch(x, [(slot - 1) * D, 0], late, state1.index(0), more)
         store_wait(0)
 
 
 @gluon.jit
 def _sums(
-    sums, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H,
+    sums, asked, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H,
     GATED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """One warp: the gradients of strengths and gates, from sums over keys that the products' warps left."""
     C: gl.constexpr = sums.shape[1]
     PARTS: gl.constexpr = sums.shape[2]
+    READS: gl.constexpr = asked.shape[0]
+    EVERY: gl.constexpr = C // READS
+    each: gl.constexpr = gl.BlockedLayout([1, EVERY], [32, 1], [1, 1], [1, 0])
     pair: gl.constexpr = gl.BlockedLayout([2, PARTS], [32, 1], [1, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     bh = gl.program_id(0)
@@ -220,7 +183,7 @@ def _sums(
         dstrength = gl.convert_layout(gl.sum(sums.index(0).load(pair), 1), line)
         strength = gl.load(beta + there, mask=token < T, other=1.0)
         if TWO:  # of the erase alone: k . what its key receives, in which every number has the factor b
-            strength = kept_apart(strength)
+            strength = apart(strength)
             dstrength = dstrength / strength
             by_value = gl.convert_layout(gl.sum(sums.index(3).load(pair), 1), line)
             gl.store(dwrite + there, by_value / strength, mask=token < T)
@@ -229,6 +192,11 @@ def _sums(
         gl.store(dbeta + there, dstrength, mask=token < T)
         if GATED:
             change = gl.convert_layout(gl.sum(sums.index(1).load(pair), 1), line)
+            if EVERY > 1:
+                by_read = asked.load(gl.SliceLayout(1, each))[:, None]
+                last = gl.arange(0, EVERY, gl.SliceLayout(0, each))[None, :] == EVERY - 1
+                by_read = gl.where(last, by_read, 0.0)
+                change += gl.convert_layout(gl.reshape(by_read, [C]), line)
             dlog = gl.associative_scan(change, 0, add, reverse=True)
             dlog += gl.sum(gl.sum(sums.index(2).load(pair), 1), 0)
             gl.store(dg + there, gl.where(log > -100.0, dlog, 0.0), mask=token < T)
@@ -238,9 +206,9 @@ def _sums(
 
 @gluon.jit
 def _products(
-    keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
-    near, solve, middle, late, solved, taken, sent, done,
-    sums, counted, rows, dfinal, dstart, v, write, dv, T, S, L, N, H,
+    keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, later1, strong1, reads1, erases1,
+    near, solve, middle, valued, late, solved, taken, sent, done,
+    sums, asked, counted, rows, dfinal, dstart, write, T, S, L, N, H,
     GATED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """Every product. In registers: dX, in float32. Tiles are rewritten in place once their last reader is done.
@@ -255,6 +223,11 @@ def _products(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, D // ACROSS, 16])  # (C, D)
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, C // ACROSS, 16])  # (C, C)
     full: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])  # (D, D)
+    READS: gl.constexpr = queries1.shape[1]
+    EVERY: gl.constexpr = C // READS
+    reading: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, READS // ACROSS, 16])  # (C, READS)
+    tall: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, READS, 16])  # (D, READS)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])  # (READS, D)
     down: gl.constexpr = gl.SliceLayout(1, wide)
     bh = gl.program_id(0)
     b, first = segment(bh // H, S, L)
@@ -276,8 +249,8 @@ def _products(
         queries = queries1.index(zero)
         wrote = wrote1.index(zero)
         state = state1.index(zero)
-        inverse = inverse1.index(zero)
-        scores = scores1.index(zero)
+        inverse = solve2.index(zero)
+        scores = scores1.index(scores1.shape[0] - 1 + zero)
         later = later1.index(zero)
         strong = strong1.index(zero)
         chain = chain1.index(zero)
@@ -292,6 +265,13 @@ def _products(
         run_i = gl.load(table + i)
         run_j = gl.load(table + 2 * C + j)  # without log m: the decays below are m times decays
         total = gl.load(table + C - 1)
+        if EVERY > 1:
+            before = gl.arange(0, C, gl.SliceLayout(1, reading))
+            at = gl.arange(0, READS, gl.SliceLayout(0, reading)) * EVERY + (EVERY - 1)
+            span = gl.load(table + at)[None, :] - gl.load(table + 2 * C + before)[:, None]
+            fade = gl.exp(gl.where(at[None, :] >= before[:, None], span, float("-inf")))
+            reads_at = gl.arange(0, READS, gl.SliceLayout(1, flat)) * EVERY + (EVERY - 1)
+            read_reach = gl.exp(gl.load(table + reads_at))
 
         # b du; do w^T
         mbarrier.wait(near.index(side), (step >> 1) & 1)
@@ -299,11 +279,16 @@ def _products(
         mbarrier.wait(solve, turn)
         direct = warpgroup_mma(scores.permute((1, 0)), douts, zero_wide, use_acc=False, is_async=True)
         mbarrier.wait(middle, turn)
-        a = warpgroup_mma(douts, wrote.permute((1, 0)), zero_square, use_acc=False, is_async=True)
+        if EVERY == 1:
+            a = warpgroup_mma(douts, wrote.permute((1, 0)), zero_square, use_acc=False, is_async=True)
+        else:
+            zero_reading = gl.zeros([C, READS], gl.float32, reading)
+            a = warpgroup_mma(wrote, douts.permute((1, 0)), zero_reading, use_acc=False, is_async=True)
         reach = gl.exp(run)
         tail = gl.exp(total - run)
         power = _power(strength)
-        strong.store((power[:, None] * keys.load(wide).to(gl.float32)).to(half))
+        if not TWO:  # else the values are there
+            strong.store((power[:, None] * keys.load(wide).to(gl.float32)).to(half))
         du, direct = warpgroup_mma_wait(1, deps=[du, direct])
         du = strength[:, None] * (tail[:, None] * du + direct)
         mark = _scale(strength) * tail
@@ -314,21 +299,25 @@ def _products(
         s = warpgroup_mma(inverse.permute((1, 0)), chain, zero_wide, use_acc=False, is_async=True)
         decay = gl.exp(gl.where(i[:, None] >= j[None, :], run_i[:, None] - run_j[None, :], float("-inf")))
         a = warpgroup_mma_wait(1, deps=[a])
-        reads.store((a * decay).to(half))
-        dout = (reach[:, None] * douts.load(wide).to(gl.float32)).to(half)
+        if EVERY == 1:
+            reads.store((a * decay).to(half))
+            dout = (reach[:, None] * douts.load(wide).to(gl.float32)).to(half)
+        else:
+            reads.permute((1, 0)).store((a * fade).to(half))
+            dout = (read_reach[:, None] * douts.load(flat).to(gl.float32)).to(half)
         if TWO:
             token = gl.arange(0, C, down) + (n * C + first)
             place = (b * T + token).to(gl.int64) * H + bh % H
-            spot = place[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
-            there = token < T
-            value = gl.load(v + spot, mask=there[:, None], other=0.0)
-            ratio = gl.load(write + place, mask=there, other=0.0) / strength  # which is `apart`
+            ratio = gl.load(write + place, mask=token < T, other=0.0) / strength  # which is `apart`
         s = warpgroup_mma_wait(0, deps=[s])
         if TWO:
-            gl.store(dv + spot, (ratio[:, None] * s).to(half), mask=there[:, None])
-            dwrite = _own(value.to(gl.float32) * s, C, D)
+            mbarrier.wait(valued, turn)
+            dwrite = _own(strong.load(wide).to(gl.float32) * s, C, D)
         y = warpgroup_mma(wrote, later, zero_wide, use_acc=False, is_async=True)
         barrier()
+        if TWO:  # dv where W and P were, p k where v was
+            _dv_tile(solve2, D).store((ratio[:, None] * s).to(half))
+            strong.store((power[:, None] * keys.load(wide).to(gl.float32)).to(half))
         douts.store(dout)
         chain.store(s.to(half))
         published()
@@ -366,8 +355,13 @@ def _products(
         y = power[:, None] * y
 
         # dq, dk; <X, dX'>; dX is the next dX'
-        dq = warpgroup_mma(douts, state, zero_wide, use_acc=False, is_async=True)
-        dq = warpgroup_mma(reads, strong, dq, is_async=True)
+        if EVERY == 1:
+            dq = warpgroup_mma(douts, state, zero_wide, use_acc=False, is_async=True)
+            dq = warpgroup_mma(reads, strong, dq, is_async=True)
+        else:
+            zero_tall = gl.zeros([D, READS], gl.float32, tall)
+            dq = warpgroup_mma(state.permute((1, 0)), douts.permute((1, 0)), zero_tall, use_acc=False, is_async=True)
+            dq = warpgroup_mma(strong.permute((1, 0)), reads.permute((1, 0)), dq, is_async=True)
         if TWO:  # what comes from erases by itself: it is as small as their strengths
             dk = warpgroup_mma(erases, strong, zero_wide, use_acc=False, is_async=True)
         else:
@@ -382,7 +376,10 @@ def _products(
         later.store(grad.to(half))
         dq = warpgroup_mma_wait(2, deps=[dq])
         if GATED:
-            change += _own(queries.load(wide).to(gl.float32) * dq, C, D)
+            if EVERY == 1:
+                change += _own(queries.load(wide).to(gl.float32) * dq, C, D)
+            else:
+                by_read = gl.sum(queries.permute((1, 0)).load(tall).to(gl.float32) * dq, 0)
         dk = warpgroup_mma_wait(0, deps=[dk])
         if TWO:
             dstrength = _own(keys.load(wide).to(gl.float32) * dk, C, D)
@@ -397,7 +394,12 @@ def _products(
         if GATED:
             sums.index(1).store(gl.sum(change, 2))
             sums.index(2).store(gl.sum(passed, 2))
-        douts.store(dq.to(half))
+            if EVERY > 1:
+                asked.store(by_read)
+        if EVERY == 1:
+            douts.store(dq.to(half))
+        else:
+            douts.permute((1, 0)).store(dq.to(half))
         keys.store(dk.to(half))
         published()
         mbarrier.arrive(done, count=1)
@@ -407,8 +409,8 @@ def _products(
 @Kernel
 @gluon.jit(do_not_specialize=_SIZES)
 def _gradients(
-    q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
-    rows, beta, g, dfinal, dstart, dbeta, dg, v, write, dv, dwrite, T, S, L, N, H,
+    q, k, v, w, do, x, m, p, dq_out, dk_out, dv_out,
+    rows, beta, g, dfinal, dstart, dbeta, dg, write, dwrite, T, S, L, N, H,
     D: gl.constexpr, GATED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """All gradients of one head of a unit, chunks from the last: warps that multiply, one that sums, one that copies.
@@ -419,42 +421,48 @@ def _gradients(
     C: gl.constexpr = 64
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     keys2 = gl.allocate_shared_memory(q.dtype, [2, C, D], swizzled)  # k, then dk
-    douts2 = gl.allocate_shared_memory(q.dtype, [2, C, D], swizzled)  # do, then e^G do, then dq
-    queries1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)
+    READS: gl.constexpr = q.block_shape[1]
+    douts2 = gl.allocate_shared_memory(q.dtype, [2, READS, D], swizzled)  # do, then e^G do, then dq
+    queries1 = gl.allocate_shared_memory(q.dtype, [1, READS, D], swizzled)
     wrote1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)
     state1 = gl.allocate_shared_memory(q.dtype, [1, D, D], swizzled)
-    inverse1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)
-    scores1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)
+    solve2 = gl.allocate_shared_memory(q.dtype, [1 + (READS == C), C, C], swizzled)  # W, P, then dv of two strengths
+    if READS == C:
+        scores1 = solve2
+    else:
+        scores1 = gl.allocate_shared_memory(q.dtype, [1, READS, C], swizzled)
     chain1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # b du, then s, then -e^G s
     later1 = gl.allocate_shared_memory(q.dtype, [1, D, D], swizzled)  # dX'
-    strong1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # p k
-    reads1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)  # A m
+    strong1 = gl.allocate_shared_memory(q.dtype, [1, C, D], swizzled)  # v of two strengths, then p k
+    reads1 = gl.allocate_shared_memory(q.dtype, [1, READS, C], swizzled)  # A m
     erases1 = gl.allocate_shared_memory(q.dtype, [1, C, C], swizzled)  # -E m
     near = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # k, do are there
     mbarrier.init(near.index(0), count=1)
     mbarrier.init(near.index(1), count=1)
     solve = _barrier()  # W, P are there
     middle = _barrier()  # w is there
+    valued = _barrier()  # v is there
     late = _barrier()  # q, X are there
     solved = _barrier()  # W, P are free and s is in its tile
-    sent = _barrier()  # s has left
+    sent = _barrier()  # s has left, or dv
     taken = _barrier()  # w is free
     done = _barrier()  # q, X are free and dq, dk are in their tiles
     counted = _barrier()  # the sums are free
     sums = gl.allocate_shared_memory(gl.float32, [3 + TWO, C, D // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    asked = gl.allocate_shared_memory(gl.float32, [READS], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # q . dq of reads
     published()
     gl.warp_specialize(
         [
             (_products, (
-                keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1, later1, strong1, reads1, erases1,
-                near, solve, middle, late, solved, taken, sent, done,
-                sums, counted, rows, dfinal, dstart, v, write, dv, T, S, L, N, H, GATED, TWO,
+                keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, later1, strong1, reads1, erases1,
+                near, solve, middle, valued, late, solved, taken, sent, done,
+                sums, asked, counted, rows, dfinal, dstart, write, T, S, L, N, H, GATED, TWO,
             )),
-            (_sums, (sums, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H, GATED, TWO)),
+            (_sums, (sums, asked, done, counted, beta, g, dbeta, dg, dwrite, T, S, L, N, H, GATED, TWO)),
             (_copies, (
-                q, k, w, do, x, m, p, dq_out, dk_out, dv_out,
-                keys2, douts2, queries1, wrote1, state1, inverse1, scores1, chain1,
-                near, solve, middle, late, solved, taken, sent, done, S, L, N, H, TWO,
+                q, k, v, w, do, x, m, p, dq_out, dk_out, dv_out,
+                keys2, douts2, queries1, wrote1, state1, solve2, scores1, chain1, strong1,
+                near, solve, middle, valued, late, solved, taken, sent, done, S, L, N, H, TWO,
             )),
         ],
         [1, 1],
@@ -463,6 +471,7 @@ def _gradients(
     retire(near)
     retire(solve)
     retire(middle)
+    retire(valued)
     retire(late)
     retire(solved)
     retire(sent)
@@ -474,15 +483,7 @@ def _gradients(
 # ---- host ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Launch:
-    warps: int  # of the states, with `stages` of loads under way and `values` columns of v a program
-    stages: int
-    values: int
-    multiply: int  # warps that multiply in the gradients
-
-
-_LAUNCH = {64: _Launch(4, 3, 64, 4), 128: _Launch(4, 3, 64, 8)}  # by width
+_WARPS = {64: 4, 128: 8}  # that multiply, by width
 
 
 def backward(
@@ -494,16 +495,14 @@ def backward(
 
     q, k, v, do (B, T, H, D) in bf16 or fp16, D 64 or 128; beta, g (B, T, H) float32, g log gates or None (dg is then
     empty); start (units, H, D, D) float32 or None; m = W and p = P (units, H, N, 64, 64) as the forward saved them;
-    dfinal (units, H, D, D) float32. write: strengths of writes, like beta, which is then of erases alone; or None,
-    and dwrite is. All contiguous. Units are batch entries, or their `segments` of `length` tokens.
+    dfinal (units, H, D, D) float32. q and do may be of T / n tokens, each the last of n, and P of 64 / n rows. write:
+    strengths of writes, like beta, which is then of erases alone; or None, and dwrite is. All contiguous. Units are
+    batch entries, or their `segments` of `length` tokens.
     """
-    b, t, h, d = q.shape
+    b, t, h, d = k.shape
     units, _, n = m.shape[:3]
+    reads = p.shape[3]
     sizes = (t, segments, t if length is None else length, n, h)
-    setting = _LAUNCH[d]
-    parts = d // setting.values
-    states = q.new_empty(units, h, n, d, d)
-    rows = beta.new_empty(units, h, n, 3, _CHUNK)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbeta, dstart = torch.empty_like(beta), torch.empty_like(dfinal)
     gated = g is not None
@@ -512,16 +511,14 @@ def backward(
     gate, strong = beta if g is None else aligned(g), beta if write is None else aligned(write)
     dwrite = None if write is None else torch.empty_like(beta)
     written = dv  # w of a chunk is read before that chunk's dv is written
-    _states[(units * h * parts,)](
-        k, v, beta, strong, gate, m, dfinal if start is None else aligned(start), states, written, rows, *sizes[:-1],
-        H=h, D=d, C=_CHUNK, BV=setting.values, GATED=gated, STARTED=start is not None, TWO=write is not None,
-        num_warps=setting.warps, num_stages=setting.stages,
-    )  # fmt: skip
+    states, rows = hopper_states.states(
+        k, v, beta, None if g is None else gate, None if write is None else strong, start, m, written, *sizes[1:3]
+    )
     _gradients[(units * h,)](
-        token_tiles(q, d), token_tiles(k, d), token_tiles(written, d), token_tiles(do, d),
-        matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
-        token_tiles(dq, d), token_tiles(dk, d), token_tiles(dv, d),
-        rows, beta, gate, dfinal, dstart, dbeta, dg, v, strong, dv, beta if dwrite is None else dwrite, *sizes,
-        D=d, GATED=gated, TWO=write is not None, num_warps=setting.multiply,
+        token_tiles(q, d, reads), token_tiles(k, d), token_tiles(v, d), token_tiles(written, d),
+        token_tiles(do, d, reads), matrix_tiles(states), matrix_tiles(m), matrix_tiles(p),
+        token_tiles(dq, d, reads), token_tiles(dk, d), token_tiles(dv, d),
+        rows, beta, gate, dfinal, dstart, dbeta, dg, strong, beta if dwrite is None else dwrite, *sizes,
+        D=d, GATED=gated, TWO=write is not None, num_warps=_WARPS[d],
     )  # fmt: skip
     return dq, dk, dv, dbeta, dg, dstart, dwrite

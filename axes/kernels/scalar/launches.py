@@ -194,13 +194,14 @@ def hopper_delta_forward(x: Chain, start: Tensor | None) -> tuple[Any, ...]:
     assert x.beta is not None
     maps, bounds, cut = None, _bounds(x), x.cut
     runs = None if bounds is None else x.runs
-    w, numbers = hopper.prepare(x.k, x.beta, x.g, cut.S, cut.L, runs, bounds, x.write)
+    every = x.k.shape[1] // x.q.shape[1]
+    w, numbers = hopper.prepare(x.k, x.beta, x.g, cut.S, cut.L, runs, bounds, x.write, every)
     shape = (cut.slots, x.v.shape[2], *w.shape[3:])
     if cut.S > 1:
         _find_spans(x, bounds)
         start, maps = segment_starts(_of_erases(x), w.view(shape), start, columns=True)
     o, final, p = hopper.chain(x.q, x.k, x.v, w, numbers, start, cut.S, cut.L, x.record, x.write is not None)
-    return o, final, w.view(shape), p.view(shape) if x.record else p, start, maps
+    return o, final, w.view(shape), p.view(*shape[:2], *p.shape[3:]) if x.record else p, start, maps
 
 
 def _of_erases(x: Chain) -> Chain:
@@ -217,12 +218,12 @@ def hopper_delta_backward(
 ) -> tuple[Tensor | None, ...]:
     """As `delta_backward`, and the gradient of the writes' strengths in the place of that of erase keys."""
     assert x.beta is not None
-    shape = (x.cut.units, x.v.shape[2], x.cut.N, *w.shape[2:])
     if maps is not None:
         dfinal = segment_ends(x, w, p, maps, do, dfinal, columns=True)
+    w, p = (y.view(x.cut.units, x.v.shape[2], x.cut.N, *y.shape[2:]) for y in (w, p))
     dfinal = x.state().zero_() if dfinal is None else dfinal
     dq, dk, dv, dbeta, dg, dstart, dwrite = hopper_backward.backward(
-        x.q, x.k, x.v, x.beta, x.g, start, w.view(shape), p.view(shape), do, dfinal, x.cut.S, x.cut.L, x.write
+        x.q, x.k, x.v, x.beta, x.g, start, w, p, do, dfinal, x.cut.S, x.cut.L, x.write
     )
     return dq, dk, dwrite, dv, dbeta, None if x.g is None else dg, dstart
 
