@@ -100,4 +100,22 @@ class _QuadraticModule(FeatureModule):
         return squares(normed) * self.width**-0.5
 
 
-__all__ = ["FeatureMap", "FeatureModule", "Quadratic", "Taylor", "squares"]
+@final
+@dataclass(frozen=True)
+class Centred(FeatureMap):
+    """x less its mean: all that a row of weights of one sum sees of a key. An even row reads nothing (Memora)."""
+
+    def features(self, width: int) -> int:
+        return width
+
+    def build(self, d_k: int, factory: dict[str, Any]) -> FeatureModule:
+        return _CentredModule(d_k)
+
+
+@final
+class _CentredModule(FeatureModule):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+
+__all__ = ["Centred", "FeatureMap", "FeatureModule", "Quadratic", "Taylor", "squares"]

@@ -52,6 +52,7 @@ _BLOCK = (
     " SiLU), a learned initial memory per head"
 )
 _MLP_GATES = "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
+_CALMLY = "; alpha is a 4,096th root of that sigmoid, LN has a gain of 0.2 and no bias, neither learned"
 
 _ROWS = Diagonal("decay", side="row")
 _ROW_STEP = Step(Per("eta", "row"), at=Anchor(16))
@@ -64,10 +65,17 @@ _DELTA = ("delta", Softplus(bias=0.5413, rank=32))  # starts at 1
 # Behind LN only the direction of W1 counts, and decay makes every step a larger turn: with alpha near 0.98 and a gain
 # of one, 256 random tokens amplify an outer gradient by 1e4 and more. A longer memory and a smaller gain start calm.
 _SLOW = ("decay", LogSigmoid(bias=6.0, rank=32))
-# In balance a token turns W1 by about sqrt(2 (1 - alpha)), however small the rate: a 64th root stays above 0.98 where
-# its sigmoid is above 1/4, wherever training takes it.
-_ROOT = ("decay", LogSigmoid(bias=4.0, temperature=64.0, rank=32))
 _GAIN = ("ln_gain", Constant(0.2))
+# In balance a token turns W1 by about sqrt(2 (1 - alpha)), however small the rate, and 16 of them are one step: a
+# 4,096th root stays above 0.998 where its sigmoid is above e^-8, wherever training takes it. A gain that grows, and a
+# bias, which is an error that all tokens share, lengthen the steps: LN learns neither.
+_CALM = (
+    ("decay", LogSigmoid(bias=4.0, temperature=4096.0, rank=32)),
+    ("ln_gain", Constant(0.2, learned=False)),
+    ("ln_bias", Constant(0.0, learned=False)),
+)
+# With a deviation of 0.02 16 gradients write 25 times what the first weights are, and LN reads the last block alone.
+_FIRST = 0.25
 _ETA = ("eta", Capped(0.05, scale=0.5, rank=32))
 
 
@@ -140,8 +148,7 @@ class MonetaMatrix(SequenceLayer):
     differs = (
         _MONETA
         + "Without LN nothing bounds the error of a cubic cost, which diverges beyond 2 / (3 eta |k|^2): values have"
-        " unit length and eta stays below 0.008: finite on text, where 0.08 was not a number after 50 steps. "
-        + _BLOCK
+        " unit length and eta stays below 0.008: finite on text, where 0.08 was not a number after 50 steps. " + _BLOCK
     )
     bibtex = _BIBTEX
     update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP)
@@ -192,10 +199,10 @@ class Yaad(SequenceLayer):
     name = "yaad"
     paper = _PAPER
     equation = "eq. 26 with the coordinate-wise Huber cost of eqs. 13-14"
-    differs = _YAAD + _BLOCK + _MLP_GATES
+    differs = _YAAD + _BLOCK + _MLP_GATES + _CALMLY
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(_ROOT, _GAIN, _ETA, _DELTA))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=_FIRST, charts=(*_CALM, _ETA, _DELTA))
 
 
 @final
@@ -228,6 +235,7 @@ class YaadSwitch(SequenceLayer):
         "One half in the l_2 branch; the norm is Euclidean and delta one number per head, about 2 sqrt(d) at first. "
         + _BLOCK
         + _MLP_GATES
+        + _CALMLY
     )
     bibtex = _BIBTEX
     named_operator: ClassVar[str] = (
@@ -236,7 +244,10 @@ class YaadSwitch(SequenceLayer):
     )
     update = StateUpdate(HuberSwitch(Per("delta")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
     block = Standard(
-        value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(_ROOT, _GAIN, _ETA, ("delta", NormThreshold()))
+        value_norm="rms",
+        output_gate="sigmoid",
+        initial=_FIRST,
+        charts=(*_CALM, _ETA, ("delta", NormThreshold())),
     )
 
 

@@ -68,7 +68,8 @@ class Titans(SequenceLayer):
         "no official code. The MLP has the residual and layer norm of its successors (Miras), four times the width and"
         " no"
         " biases; one half in the loss; chunk of 16 and scalar rates per head. Tokens read the memory that includes"
-        " themselves. Persistent memory tokens and the attention branch are left to the model around the layer"
+        " themselves. alpha is a 4,096th root of a sigmoid, LN has a gain of 0.2 and no bias, neither learned."
+        " Persistent memory tokens and the attention branch are left to the model around the layer"
     )
     bibtex = _BIBTEX
     update = StateUpdate(
@@ -78,12 +79,14 @@ class Titans(SequenceLayer):
         value_norm="rms",
         output_gate="sigmoid",
         charts=(
-            ("decay", LogSigmoid(bias=4.0, temperature=64.0)),  # as in Miras: decay turns what is behind a layer norm
-            ("ln_gain", Constant(0.2)),
+            # as in Miras: decay, and errors that all tokens share, turn what is behind a layer norm
+            ("decay", LogSigmoid(bias=4.0, temperature=4096.0)),
+            ("ln_gain", Constant(0.2, learned=False)),
+            ("ln_bias", Constant(0.0, learned=False)),
             ("momentum", LogSigmoid(bias=1.0)),
             ("theta", Capped(0.03, scale=0.125)),
         ),
-        initial=0.02,
+        initial=0.25,
     )
 
 

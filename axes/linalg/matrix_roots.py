@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -311,6 +311,38 @@ def _power(x: Tensor, exponent: int, precision: Precision) -> Tensor:
 # ---- eigenvectors ----------------------------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("axes::decomposed", mutates_args=())
+def _decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        values, vectors = (x.to(matrix.device) for x in torch.linalg.eigh(matrix.cpu()))
+    return values, vectors
+
+
+@_decomposed.register_fake
+def _(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(matrix)
+    return values, vectors
+
+
+@_decomposed.register_vmap
+def _(info: Any, dims: tuple[int | None, ...], matrix: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    (dim,) = dims
+    assert dim is not None
+    return decomposed(matrix.movedim(dim, 0)), (0, 0)
+
+
+def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, rising, and eigenvectors of finite symmetric A (..., n, n), as torch.linalg.eigh has them.
+
+    A GPU's solver of batches gives some matrices up that are ordinary ones to LAPACK: such a batch goes there. An
+    operator, so that what is compiled, or written down to be followed, asks LAPACK too.
+    """
+    values, vectors = _decomposed(matrix) if matrix.is_cuda else torch.linalg.eigh(matrix)
+    return values, vectors
+
+
 def eigenvectors(matrix: Tensor) -> Tensor:
     """Orthonormal eigenvectors of symmetric semi-definite A (..., n, n) as columns, by rising eigenvalues.
 
@@ -319,7 +351,7 @@ def eigenvectors(matrix: Tensor) -> Tensor:
     largest count as 0. Of a zero of a Gram matrix rounding leaves up to 4 (n = 8 to 2048, any rank), while the smallest
     eigenvalue of a square Gaussian's is some 20 at n = 512: bounds that grow with n take many of its directions away.
     """
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = decomposed(matrix)
     n = matrix.shape[-1]
     empty = values <= 8 * torch.finfo(matrix.dtype).eps * values[..., -1:].abs()
     if not bool((empty.sum(-1) > 1).any()):
@@ -328,7 +360,7 @@ def eigenvectors(matrix: Tensor) -> Tensor:
     both = empty[..., :, None] & empty[..., None, :]
     inside = torch.where(both, vectors.mT @ (steps[:, None] * vectors), 0.0)
     others = torch.where(empty, 0.0, 1 + steps)  # above the spectrum of diag(1, ..., n) / n, in their order
-    return vectors @ torch.linalg.eigh(inside + torch.diag_embed(others)).eigenvectors
+    return vectors @ decomposed(inside + torch.diag_embed(others))[1]
 
 
 # ---- orthonormal columns ---------------------------------------------------------------------------------------------

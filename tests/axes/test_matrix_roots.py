@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -337,6 +338,27 @@ def test_the_largest_entry_of_either_sign_and_what_is_not_a_number() -> None:
         spoiled = a.clone()
         spoiled[1, 0, 1] = bad
         assert is_finite(spoiled).flatten().tolist() == [True, False, True]
+
+
+def test_what_a_solver_gives_up_goes_to_lapack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As solvers of batches on a GPU do with some matrices; what LAPACK gives up too is an error."""
+    some = torch.randn(3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    some = some @ some.mT
+    solver, fails = torch.linalg.eigh, [True, False]
+
+    def gives_up(matrix: Tensor) -> Any:
+        if fails.pop(0):
+            raise torch.linalg.LinAlgError("linalg.eigh: (Batch element 1): The algorithm failed to converge")
+        return solver(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", gives_up)
+    values, vectors = torch.ops.axes.decomposed(some)
+    for a, found, basis in zip(some, values, vectors, strict=True):
+        assert np.allclose(found, scipy.linalg.eigh(a.numpy(), eigvals_only=True), atol=1e-12)
+        assert torch.allclose(basis @ torch.diag(found) @ basis.mT, a, atol=1e-12)
+    fails[:] = [True, True]
+    with pytest.raises(torch.linalg.LinAlgError, match="element 1"):
+        torch.ops.axes.decomposed(some)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4, 7])

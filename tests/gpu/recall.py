@@ -36,6 +36,7 @@ from axes import catalogue
 from axes.bench import peers
 from axes.models import Architecture, LanguageModel
 from axes.sequence.charts import Capped, Constant, LogSigmoid
+from axes.sequence.features import Centred
 from axes.tasks.batches import training_batch
 from axes.tasks.corpus import Corpus, embedded
 from axes.tasks.recall import MultiQueryRecall
@@ -117,7 +118,7 @@ def made_of(run: Run) -> Any:
 def block_of(layer: type[Any], changes: tuple[str, ...]) -> Any:
     """The layer's block with other charts: "eta=0.2,1.0" starts at 0.2 and stays below 1, "ln_gain=1" is constant,
     "decay=6" a gate with this bias; other fields of the block as "conv=4", "key_norm=1", "initial=0.1",
-    "output_gate=sigmoid", "value_norm=none"."""
+    "output_gate=sigmoid", "value_norm=none", "feature_map=centred"."""
     block = layer.block
     charts = dict(block.charts)
     for change in changes:
@@ -138,6 +139,8 @@ def block_of(layer: type[Any], changes: tuple[str, ...]) -> Any:
 
 def field_of(old: Any, value: str) -> Any:
     """A field of a block as it is written: "none", a word (gates, norms), else a number of the kind that was there."""
+    if value == "centred":
+        return Centred()
     if value == "none" or value.isalpha():
         return None if value == "none" else value
     return float(value) if old is None else type(old)(float(value))

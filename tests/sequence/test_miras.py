@@ -20,6 +20,7 @@ from axes.core.monoids import Diagonal, Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch
+from axes.sequence.features import Centred
 from axes.sequence.miras import (
     MIRAS,
     Memora,
@@ -347,3 +348,16 @@ def test_pre_norm_signal_of_the_simplex() -> None:
         variance[h.axis] = float((w1 @ gelu(w2 @ x)).var())
     assert variance["whole"] < 1e-12 and variance["row"] > 1e-3
     assert MemoraLiteral.update.memory.eps > 1e6 * variance["whole"]  # silent, as the printed form is
+
+
+def test_an_even_memory_reads_nothing_of_centred_queries() -> None:
+    """A row of one sum, spread evenly, reads c mean(q): nothing of a query less its mean, something of another."""
+    x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sums = []
+    for features in (Centred(), None):
+        block = dataclasses.replace(MemoraMatrix.block, feature_map=features)
+        layer = MemoraMatrix(16, heads=2, block=block, dtype=torch.float64)
+        signal = layer.around.enter(x, layer.around.tails(2, x))[0]
+        assert torch.allclose(signal["k"].norm(dim=-1), torch.ones((), dtype=torch.float64))
+        sums.append(max(float(signal[name].detach().sum(-1).abs().max()) for name in "qk"))
+    assert sums[0] < 1e-12 < 1e-2 < sums[1]

@@ -89,9 +89,17 @@ def through_gates(cls: type[Any], logit: float, root: float | None = None) -> fl
 
 @pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
 def test_gates_of_a_memory_behind_a_layer_norm_stay_where_tokens_turn_it_little(cls: type[Any]) -> None:
-    assert through_gates(cls, 0.0) < 600
+    """Wherever training takes them: at a logit of -8 the gradient is that of a logit of 0, within a tenth."""
+    assert through_gates(cls, -8.0) < 1.1 * through_gates(cls, 0.0) < 100
 
 
-def test_a_gate_that_forgets_turns_what_is_behind_a_layer_norm() -> None:
-    """The control: alpha = 0.95, the same rates."""
-    assert through_gates(Yaad, 3.0, root=1.0) > 1500
+@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
+def test_a_gate_that_forgets_turns_what_is_behind_a_layer_norm(cls: type[Any]) -> None:
+    """The control: the same logit below a 64th root, alpha = 0.88."""
+    assert through_gates(cls, -8.0, root=64.0) > 500
+
+
+@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
+def test_what_a_memory_behind_a_layer_norm_is_scaled_and_moved_by_is_not_learned(cls: type[Any]) -> None:
+    layer = cls(32, heads=1)
+    assert not [name for name, _ in layer.named_parameters() if "ln_gain" in name or "ln_bias" in name]

@@ -23,6 +23,7 @@ from axes.core.geometry.bregman import (
     wide,
 )
 from axes.errors import IllegalUpdate, ShapeError
+from axes.linalg.matrix_roots import decomposed
 from axes.linalg.newton_schulz import SAFETY, Form, Moving, Start, Triple, iterate, polar_express_schedule
 
 Scale = Literal["original", "match_rms_adamw", "spectral"] | None
@@ -201,7 +202,7 @@ def inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
 
 
 def _inverse_power(matrix: Tensor, power: float, eps: float) -> Tensor:
-    eigenvalues, basis = torch.linalg.eigh(matrix.detach())
+    eigenvalues, basis = decomposed(matrix.detach())
     if eps > 0:
         eigenvalues = eigenvalues.clamp_min(0) + eps
         return spectral_inverse_power(matrix, basis, eigenvalues, eigenvalues > 0, power)
