@@ -32,6 +32,18 @@ def _numbers_of_filter(b, e0, e, numbers, ends, place, n, head, H, at, end, ther
     tl.store(ends + place * 4 + 2, tl.load(e0 + n * H + head))
 
 
+@triton.jit
+def _of_block(T, H, U, first):
+    """The program of a block: its number, its unit, head and block, its tokens and which there are, where these stand,
+    and where the last one does."""
+    pid = tl.program_id(0).to(tl.int64)
+    head, unit, n = pid % H, pid // H % U, first + pid // (H * U)
+    token = tl.arange(0, 16)
+    rows = tl.minimum(T - n * 16, 16)
+    at = (unit * T + n * 16 + token) * H + head
+    return pid, unit, head, n, token, token < rows, token == rows - 1, at, (unit * T + n * 16 + rows - 1) * H + head
+
+
 @Kernel
 @triton.jit(do_not_specialize=_OPEN)
 def early(
@@ -39,15 +51,9 @@ def early(
     D: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, FILTER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a block, before `onward`: k and q, their pairs, a and the last c, and of rows what is kept and written."""
-    pid = tl.program_id(0).to(tl.int64)
-    head, unit, n = pid % H, pid // H % U, first + pid // (H * U)
+    pid, unit, head, n, token, there, ending, at, end = _of_block(T, H, U, first)
     DTYPE: tl.constexpr = k.dtype.element_ty
     d = tl.arange(0, D)
-    token = tl.arange(0, 16)
-    rows = tl.minimum(T - n * 16, 16)
-    there = token < rows
-    at = (unit * T + n * 16 + token) * H + head
-    end = (unit * T + n * 16 + rows - 1) * H + head
     kt, qt = _rows(k, at, there, d, D), _rows(q, at, there, d, D)
     _put_block(pack + pid * (32 * D), kt, token, d, D)
     _put_block(pack + pid * (32 * D) + 16 * D, qt, token, d, D)
@@ -78,13 +84,9 @@ def late(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a block read, of W1 m and H^T m."""
-    pid = tl.program_id(0).to(tl.int64)
-    head, unit, n = pid % H, pid // H % U, first + pid // (H * U)
+    pid, unit, head, n, token, there, ending, at, end = _of_block(T, H, U, first)
     d = tl.arange(0, D)
-    token = tl.arange(0, 16)
     inside = (d < D)[:, None]
-    there = token < T - n * 16
-    at = (unit * T + n * 16 + token) * H + head
     y = _columns(seen, at, there, d, D)
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
     u = tl.trans(tl.where(inside & there[None, :], _ask(y, y, given, inside, False), 0.0))
@@ -113,17 +115,11 @@ def before(
     """Of a block: k, q, u, what is written at its end of u, do with what its queries keep; pairs of keys with queries
     and of u with do; a and the last c; what is kept of the state's rows; and of what u is asked for, a part that is
     known, and by how much the part by its state counts."""
-    pid = tl.program_id(0).to(tl.int64)
-    head, unit, n = pid % H, pid // H % U, first + pid // (H * U)
+    pid, unit, head, n, token, there, ending, at, end = _of_block(T, H, U, first)
     DTYPE: tl.constexpr = k.dtype.element_ty
     d = tl.arange(0, D)
-    token = tl.arange(0, 16)
     inside = (d < D)[:, None]
     block, pair = pid * (D * 16), pid * 512 + token[:, None] * 16 + token[None, :]
-    rows = tl.minimum(T - n * 16, 16)
-    there = token < rows
-    at = (unit * T + n * 16 + token) * H + head
-    end = (unit * T + n * 16 + rows - 1) * H + head
     kt, qt = _rows(k, at, there, d, D), _rows(q, at, there, d, D)
     y = _columns(seen, at, there, d, D)
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
@@ -184,16 +180,11 @@ def behind(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a block: dq, dk, and what gates and rates are asked for."""
-    pid = tl.program_id(0).to(tl.int64)
-    head, unit, n = pid % H, pid // H % U, first + pid // (H * U)
+    pid, unit, head, n, token, there, ending, at, end = _of_block(T, H, U, first)
     DTYPE: tl.constexpr = pack.dtype.element_ty
     d = tl.arange(0, D)
-    token = tl.arange(0, 16)
     inside = (d < D)[:, None]
     block = pid * (D * 16)
-    rows = tl.minimum(T - n * 16, 16)
-    there, ending = token < rows, token == rows - 1
-    at = (unit * T + n * 16 + token) * H + head
     kt, qt = _block(pack + block * N, token, d, D), _block(pack + block * N + 16 * D, token, d, D)
     y = _columns(seen, at, there, d, D)
     given = inputs(p0, p1, p2, p3, p4, p5, p6, p7, at[None, :], d[:, None], D, there[None, :], inside)
