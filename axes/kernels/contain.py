@@ -151,7 +151,7 @@ def _walk(
         v if offsets is None else offsets, length,
         HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
         STARTED=start is not None, STRENGTH=beta is not None, OTHER=a is not None, BONUS=bonus is not None,
-        SLOTS=slots, EVERY=length // max(1, q.shape[1]), **options, **sizes,
+        SLOTS=slots, EVERY=max(1, length // max(1, q.shape[1])), **options, **sizes,
     )  # fmt: skip
 
 
