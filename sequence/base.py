@@ -449,7 +449,7 @@ class SequenceLayer(nn.Module):
         return out, memory
 
     def _recur(self, signal: Signal, memory: State | None) -> tuple[Tensor, State]:
-        """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
+        """The recurrence alone. memory: None where kernels begin with an empty one by themselves."""
         return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
     # ---- checks ------------------------------------------------------------------------------------------------
