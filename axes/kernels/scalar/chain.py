@@ -22,6 +22,7 @@ from axes.errors import ShapeError
 from axes.kernels import contain
 from axes.kernels.common.layout import check_chain, check_like, extent, on_device
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.scalar.launches import (
     GLUON,
     Chain,
@@ -32,7 +33,7 @@ from axes.kernels.scalar.launches import (
     write_backward,
     write_forward,
 )
-from axes.kernels.scalar.sizes import Cut, cdiv, chunk_length, cut, plain_segments_of, segments_of
+from axes.kernels.scalar.sizes import Cut, chunk_length, cut, plain_segments_of, segments_of
 
 if GLUON:
     from axes.kernels.scalar import hopper, hopper_write
