@@ -194,6 +194,11 @@ class SequenceLayer(nn.Module):
         spread = getattr(block, "initial", None)
         self.initial: nn.ParameterList | None = None
         self._spread = spread
+        if spread is not None and self._levels:
+            raise IllegalUpdate(
+                f"{who}: the block learns a first memory (initial={spread!r}), and levels begin with none, their "
+                "places being counted from the first token: leave initial at None"
+            )
         if spread is not None:
             self.initial = nn.ParameterList(nn.Parameter(torch.empty(x.shape, **factory)) for x in self._empty_memory())
             self._reset_initial()
@@ -449,7 +454,7 @@ class SequenceLayer(nn.Module):
         return out, memory
 
     def _recur(self, signal: Signal, memory: State | None) -> tuple[Tensor, State]:
-        """The recurrence alone; `axes bench training` puts a peer's operator in its place."""
+        """The recurrence alone. memory: None where kernels begin with an empty one by themselves."""
         return dispatch.run(self.update, signal, memory, time=1, implementation=self.implementation)
 
     # ---- checks ------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ class Titans(SequenceLayer):
     equation = "eqs. 12-14 with a two-layer MLP memory, gradients at the start of a chunk (eq. 16)"
     differs = (
         "no official code. The MLP has the residual and layer norm of its successors (Miras), four times the width and"
-        " no"
-        " biases; one half in the loss; chunk of 16 and scalar rates per head. Tokens read the memory that includes"
+        " no biases; one half in the loss; chunk of 16 and scalar rates per head. Tokens read the memory that includes"
         " themselves. alpha is a 4,096th root of a sigmoid, LN has a gain of 0.2 and no bias, neither learned."
         " Persistent memory tokens and the attention branch are left to the model around the layer"
     )

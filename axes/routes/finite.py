@@ -48,7 +48,7 @@ def _set_aside(run: Run, update: StateUpdate, signal: Tokens, state: State, batc
     """The same without a look at any number."""
     q = signal["q"]
     assert isinstance(q, Tensor)
-    if q.shape[batch] == 1:
+    if q.shape[batch] <= 1:
         return run(update, signal, state)  # there is no earlier token
     logs, clean = log_gates(update), dict(signal)
     asked, written = (torch.zeros((), dtype=torch.bool, device=q.device) for _ in range(2))

@@ -211,7 +211,10 @@ def reads_last(plain: StateUpdate, signal: Signal, writes: int, reads: int) -> b
         return False
     if p.step.at == "prev" and gates(p.monoid) != {"identity"}:  # an early erase
         return False
-    if rate_shape(p.step.rate) != "scalar" or p.step.rate == 1.0 or _tensor(signal, "k").shape[2] != v.shape[2]:
+    k = _tensor(signal, "k")
+    if rate_shape(p.step.rate) != "scalar" or p.step.rate == 1.0 or k.shape[2] != v.shape[2]:
+        return False
+    if _shared(q, k)[0] is not q:  # one key for all heads, which `run` hands on as one
         return False
     from axes.kernels.scalar.chain import reads_last
 

@@ -93,12 +93,12 @@ def tokens(update: StateUpdate, signal: Signal, time: int, alone: bool = False) 
                 continue
             x = torch.as_tensor(x, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
             x = x.expand(*lead, *own)
-        one = x.unsqueeze(time + 1)
+        made = x.unsqueeze(time + 1)
         if name in still or name == "q":
-            one = _longer(one, 1 - n if name == "q" else n - 1, time + 1)
+            made = _longer(made, 1 - n if name == "q" else n - 1, time + 1)
         else:
-            one = one.expand(*x.shape[: time + 1], n, *x.shape[time + 1 :])
-        given[name] = one.flatten(time, time + 1)
+            made = made.expand(*x.shape[: time + 1], n, *x.shape[time + 1 :])
+        given[name] = made.flatten(time, time + 1)
     return given
 
 

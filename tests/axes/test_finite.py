@@ -248,6 +248,15 @@ def test_a_ridge_below_the_rounding_of_a_statistic_is_that_rounding(name: str) -
     assert out.abs().max() < 2 * exact.abs().max()
 
 
+def test_where_nobody_may_look_no_token_is_none_that_spoils(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "_may_look", lambda x: False)
+    update, signal = SYSTEMS["delta-net"].update, _signal("delta-net")
+    moved = {n: x.movedim(1, 2)[:, :, :0] for n, x in signal.items() if isinstance(x, Tensor)}
+    state = update.init({n: x.new_zeros(2, 2, D) for n, x in moved.items() if n in "qkv"})
+    out, after = finite.contained(lambda u, s, state: (s["v"], state), update, moved, state, 2)  # type: ignore[arg-type,return-value]
+    assert out.shape == (2, 2, 0, D) and after is state
+
+
 # ---- told if asked for -----------------------------------------------------------------------------------------------
 
 

@@ -216,6 +216,17 @@ def test_kernels_that_read_the_last_token_are_given_queries_as_they_are(
     assert [(a[0].shape[1], a[1].shape[1]) for a, _ in calls] == [(4, 8), (5, 10)]
 
 
+def test_heads_with_one_query_and_key_have_a_query_of_every_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain is given one head of them, of which no kernel reads the last tokens alone."""
+    update, calls = catalogue.get("delta-product", axis="sequence").update, seen_calls(monkeypatch, "reads_last")
+    given = signal(update)
+    given |= {n: given[n][:, :, :1].expand_as(given[n]) for n in "qk"}  # type: ignore[index, arg-type]
+    want, _ = reference.run(update, given, time=1)
+    got, _ = dispatch._run(update, given, None, choice=Choice("chain", "triton", "asked for"))
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+    assert all(q.shape[1] == k.shape[1] for (q, k, *_), _ in calls)
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_heads_that_share_queries_and_keys(name: str) -> None:
     """Value heads h and h + 1 with key head h // 2, against keys that are written out for every head."""

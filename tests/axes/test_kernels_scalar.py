@@ -7,6 +7,7 @@ bfloat16 products are left to tests/gpu: the interpreter multiplies their bit pa
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,7 @@ def arguments() -> dict[str, object]:
     ("change", "says"),
     (
         ({"q": torch.zeros(2, 3, 8)}, r"\(B, T, H, D\)"),
+        ({"v": torch.zeros(2, 3, 4)}, r"\(B, T, H, D\)"),
         ({"k": torch.zeros(2, 3, 2, 7)}, "k has the shape of q"),
         ({"v": torch.zeros(2, 3, 3, 5)}, "multiple of key heads"),
         ({"v": torch.zeros(2, 3, 4, 257)}, "from 1 to 256"),
@@ -189,6 +191,38 @@ def test_refuses(change: dict[str, object], says: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(layout, "interpreted", lambda: True)  # to reach the checks after that of the device
     with pytest.raises(ShapeError, match=says):
         scalar_chain(**{**arguments(), **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        ({"q": torch.zeros(1, 32, 1, 64)}, r"the shape of q, \(1, 32, 1, 64\)"),
+        ({"k": torch.zeros(2, 64, 2, 64)}, r"the shape of q, \(2, 64, 1, 64\)"),
+        ({"rule": "write"}, "32 queries of 64 tokens are read by rule 'delta' in one segment"),
+        ({"early": True}, "32 queries of 64 tokens"),
+        ({"segments": 2}, "32 queries of 64 tokens"),
+        ({"beta": None}, "32 queries of 64 tokens"),
+        ({"erase": torch.zeros(2, 32, 1, 64)}, "32 queries of 64 tokens"),
+        ({"write": torch.zeros(2, 64, 1)}, "32 queries of 64 tokens"),
+    ),
+)
+def test_refuses_queries_of_the_last_writes_alone(
+    change: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernels that take them are not given: others would read past the end of the queries."""
+    from axes.kernels.common import layout
+    from axes.kernels.scalar import chain
+
+    monkeypatch.setattr(layout, "interpreted", lambda: True)
+    monkeypatch.setattr(chain, "GLUON", True)
+    monkeypatch.setattr(chain, "hopper", SimpleNamespace(fits=lambda q, v: q.shape == v.shape), raising=False)
+    token, wide = torch.zeros(2, 64, 1), torch.zeros(2, 64, 1, 64)
+    given = {"q": wide[:, ::2], "k": wide, "v": wide, "beta": token, "g": token}
+    assert chain.reads_last(given["q"], given["v"], None)
+    monkeypatch.setattr(chain, "_chain", lambda *_: (given["q"], token))
+    chain.scalar_chain(**given)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=says):
+        chain.scalar_chain(**{**given, **change})  # type: ignore[arg-type]
 
 
 def test_refuses_the_cpu() -> None:

@@ -188,6 +188,13 @@ def test_what_levels_cannot_be_says_why(make: Callable[[], object], said: str) -
         make()
 
 
+def test_levels_begin_empty_and_learn_no_first_memory() -> None:
+    """It was a parameter that nothing read."""
+    block = replace(LogLinearGatedDeltaNet.block, initial=0.5)
+    with pytest.raises(IllegalUpdate, match=r"LogLinearGatedDeltaNet: .*initial=0\.5.* levels begin with none"):
+        LogLinearGatedDeltaNet(16, heads=2, block=block)
+
+
 def test_other_axes_say_why_not() -> None:
     """Levels are weighed by a query's reads: a training step reads its weights whole, a sublayer its streams."""
     update = replace(LogLinearMamba2.update, monoid=Scalar("decay"))

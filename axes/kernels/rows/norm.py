@@ -117,8 +117,8 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(h: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """h + y (..., D) in h's dtype, and its RMSNorm with a weight (D) in `dtype`; all three receive gradients, once.
 
-    y: None where a stream begins, for h itself and its norm.  D is at most `WIDEST`.  Raises ShapeError for shapes
-    that do not fit and for devices that no kernel runs on.
+    y: None where a stream begins, for h itself and its norm. D is at most `WIDEST`. Raises ShapeError for shapes that
+    do not fit and for devices that no kernel runs on.
     """
     added = h.shape if y is None else y.shape
     if h.shape != added or h.ndim < 1 or weight.shape != h.shape[-1:] or not 0 < h.shape[-1] <= WIDEST:

@@ -22,6 +22,7 @@ from axes.errors import ShapeError
 from axes.kernels import contain
 from axes.kernels.common.layout import check_chain, check_like, extent, on_device
 from axes.kernels.common.operators import Differentiable
+from axes.kernels.common.sizes import cdiv
 from axes.kernels.scalar.launches import (
     GLUON,
     Chain,
@@ -32,7 +33,7 @@ from axes.kernels.scalar.launches import (
     write_backward,
     write_forward,
 )
-from axes.kernels.scalar.sizes import Cut, cdiv, chunk_length, cut, plain_segments_of, segments_of
+from axes.kernels.scalar.sizes import Cut, chunk_length, cut, plain_segments_of, segments_of
 
 if GLUON:
     from axes.kernels.scalar import hopper, hopper_write
@@ -68,8 +69,10 @@ def reads_last(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether the kernels of rule "delta" take queries of the last of several tokens alone: q (B, T, H, K) of v
     (B, n T, H, V), where those for Hopper run in one segment."""
     (b, t, h, _), n = v.shape, v.shape[1] // max(1, q.shape[1])
-    plain = n in (2, 4) and t == n * q.shape[1] and q.shape[2:] == v.shape[2:] and q.dtype == v.dtype
-    if not plain or cu_seqlens is not None or not GLUON or not hopper.fits(v, v):
+    plain = q.shape[0] == b and q.shape[2:] == v.shape[2:] and q.dtype == v.dtype
+    if not plain or n not in (2, 4) or t != n * q.shape[1]:
+        return False
+    if cu_seqlens is not None or not GLUON or not hopper.fits(v, v):
         return False
     return plain_segments_of(b * h, cdiv(t, 64)) == 1
 
@@ -238,7 +241,8 @@ def scalar_chain(
     (U, HV, V, K) in float32; all inputs receive gradients, once. Raises ShapeError on what does not fit.
     """
     who = "scalar_chain"
-    every = k if reads_last(q, v, cu_seqlens) else q
+    fewer = q.ndim == v.ndim == 4 and reads_last(q, v, cu_seqlens)
+    every = q.new_empty(()).expand(*v.shape[:2], *q.shape[2:]) if fewer else q
     check_chain(who, every, k, v, cu_seqlens, initial_state, {"beta": (beta, ()), "g": (g, ())})
     if rule not in ("write", "delta"):
         raise ShapeError(f"{who}: rule is 'write' or 'delta', not {rule!r}")
@@ -246,6 +250,12 @@ def scalar_chain(
         raise ShapeError(f"{who}: rule 'write' erases nothing: no erase keys and no early")
     if segments is not None and (segments < 1 or (segments > 1 and cu_seqlens is not None)):
         raise ShapeError(f"{who}: segments is at least 1, and 1 with cu_seqlens, not {segments}")
+    other = rule == "write" or early or beta is None or erase is not None or write is not None
+    if fewer and (other or (segments or 1) > 1):
+        raise ShapeError(
+            f"{who}: {q.shape[1]} queries of {v.shape[1]} tokens are read by rule 'delta' in one segment, with beta "
+            "and without erase keys, early and write; elsewhere every token has a query, zeros where nobody reads"
+        )
     check_like(who, "erase", erase, tuple(q.shape), q.device)
     if erase is not None and erase.dtype != q.dtype:
         raise ShapeError(f"{who}: erase has the dtype of q, {q.dtype}, not {erase.dtype}")

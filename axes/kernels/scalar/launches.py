@@ -9,13 +9,13 @@ from torch import Tensor
 
 from axes.kernels.common import inverse
 from axes.kernels.common.layout import precision
-from axes.kernels.common.sizes import power_of_2
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.scalar import delta as scalar_delta
 from axes.kernels.scalar import tiles as scalar_tiles
 from axes.kernels.scalar import write as scalar_write
-from axes.kernels.scalar.sizes import Cut, cdiv, settings
+from axes.kernels.scalar.sizes import Cut, settings
 
 if GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.scalar import hopper, hopper_backward, hopper_write

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from axes.kernels.common import layout as host
-from axes.kernels.common.sizes import power_of_2
+from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
 
 PROCESSORS = 132  # of an H100 or H200: what the choice of segments fills
-
-
-def cdiv(x: int, y: int) -> int:
-    return -(-x // y)
 
 
 # ---- launch settings -------------------------------------------------------------------------------------------------
