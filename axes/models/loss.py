@@ -118,7 +118,8 @@ def linear_cross_entropy(
     Args:
         x: (..., D), under autocast taken in its dtype.
         weight: W (V, D).
-        targets: y (...) integers below V; entries `ignored` do not count. Without one that counts the loss is 0.
+        targets: y (...) integers below V; entries `ignored` do not count. Without one that counts the loss is 0. Of a
+            class that is none torch raises, and the kernel's loss is NaN.
         implementation: of the rows' losses: "triton", "torch", or None for the kernel where there is one.
 
     x and W receive gradients, once. Raises ShapeError on shapes that do not fit, AxesError on an implementation that

@@ -140,6 +140,11 @@ for v in (1, 5, 33, 5000, 16384, 20000):
         assert (got - losses).abs().max() <= 2e-6 * (1 + losses.abs().max()), (v, dtype)
         assert (made - wide.grad).abs().max() <= close, (v, dtype)
         assert torch.equal(cross_entropy(z.clone(), y, False, -100), got)
+        y[1], y[4] = v, -1  # no classes: their losses are no numbers, and other rows are as they were
+        made, again = z.clone(), torch.tensor([0, 2, 3, 5])
+        assert torch.equal(cross_entropy(made, y, True, -100)[again], got[again])
+        assert cross_entropy(z.clone(), y, True, -100)[[1, 4]].isnan().all()
+        assert (made - wide.grad)[again].abs().max() <= close, (v, dtype)
 """
 
 

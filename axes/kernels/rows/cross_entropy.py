@@ -68,7 +68,8 @@ def _cross_entropy(logits, targets, losses, ignored, V, GRAD: tl.constexpr, BLOC
             peaks, sums = _seen(logits, first, V, peaks, sums, BLOCK, 1, False)
         peak = tl.max(peaks)
         total = tl.sum(sums * tl.exp(peaks - peak))
-        aim = tl.load(logits + target).to(tl.float32)
+        known = (target >= 0) & (target < V)  # of another class the loss is no number, and no other row is written to
+        aim = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32)
         tl.store(losses + row, tl.log(total) + (peak - aim))
         if GRAD:
             tl.debug_barrier()  # the logit of the class has been read by all before it is overwritten
@@ -78,7 +79,8 @@ def _cross_entropy(logits, targets, losses, ignored, V, GRAD: tl.constexpr, BLOC
             for back in range(BLOCK, last + 1, BLOCK):
                 _written(logits, last - back, V, peak, share, BLOCK, True)
             tl.debug_barrier()  # by whomever the class was written, it is mended now
-            tl.store(logits + target, (tl.exp(aim - peak) * share - 1.0).to(logits.dtype.element_ty))
+            own = tl.exp(aim - peak) * share - 1.0
+            tl.store(logits + target, own.to(logits.dtype.element_ty), mask=known)
     else:
         tl.store(losses + row, 0.0)
         if GRAD:
@@ -95,7 +97,7 @@ def _tiles(classes: int) -> dict[str, int]:
 def cross_entropy(logits: Tensor, targets: Tensor, gradients: bool, ignored: int) -> Tensor:
     """Losses (N) in float32 of logits (N, V), contiguous; their gradients replace the logits if asked for.
 
-    targets (N) int64, every one below V or `ignored`. Raises ShapeError for other layouts and for
+    targets (N) int64, every one below V or `ignored`: of another the loss is NaN. Raises ShapeError for other layouts and for
     devices that no kernel runs on.
     """
     if logits.ndim != 2 or not logits.is_contiguous() or targets.shape != logits.shape[:1]:
