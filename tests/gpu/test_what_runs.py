@@ -35,7 +35,7 @@ def test_a_mixer_runs_what_is_said(entry: catalogue.Entry) -> None:
 OPTIMIZERS = what_runs.optimizers("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize(("instance", "options"), chain.from_iterable(OPTIMIZERS))
+@pytest.mark.parametrize(("instance", "options"), list(chain.from_iterable(OPTIMIZERS)))
 def test_an_optimizer_runs_what_is_said(instance: Instance, options: dict[str, Any]) -> None:
     what_runs.check_optimizer(instance, options, "cuda", torch.float32)
 
