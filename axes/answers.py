@@ -127,15 +127,16 @@ def _moved(update: StateUpdate, axis: Axis) -> tuple[object, str]:
     from axes.moves import pair, retarget
 
     moved = retarget(update, axis)
+    runs: object = moved
     if axis == "data":
         from axes.optim import optimizer
 
-        return optimizer(moved), pair(update, moved)
-    if axis == "depth":
+        runs = optimizer(moved)
+    elif axis == "depth":
         from axes.depth import mixer
 
-        return mixer(moved), pair(update, moved)
-    return moved, pair(update, moved)
+        runs = mixer(moved)
+    return runs, pair(update, moved)
 
 
 def _facts(update: StateUpdate) -> Iterable[str]:

@@ -233,13 +233,12 @@ def ways(instance: Instance, device: str) -> Iterator[dict[str, Any]]:
         yield {"fused": True}
 
 
-def optimizers(device: str) -> list[Any]:
-    """Every rule of the catalogue in every configuration of the optimizers' table, in every way."""
+def optimizers(device: str) -> list[list[Any]]:
+    """Every rule of the catalogue in every configuration of the optimizers' table: each in every way."""
     known = {e.cls for e in catalogue.entries("data")}
     assert known == {i.cls for i in INSTANCES}
     return [
-        pytest.param(i, {**options, **way}, id=f"{i}-{n}-{''.join(way)}")
+        [pytest.param(i, {**options, **way}, id=f"{i}-{n}-{''.join(way)}") for way in ways(i, device)]
         for i in INSTANCES
         for n, options in enumerate(i.configurations)
-        for way in ways(i, device)
     ]

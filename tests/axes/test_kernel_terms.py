@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -26,8 +25,8 @@ from axes.routes.choice import Choice
 from axes.routes.select import select
 from tests import chains
 
-if sys.platform == "linux":  # what is made for responses asks for the real step, before one stands in for it
-    import axes.kernels.contain  # noqa: F401
+if sys.platform == "linux":  # it would keep stand-ins of what it imports, the step of `axes.kernels.contain` too
+    import axes.kernels.substitution.chain  # noqa: F401
 
 WIDE, ROWED, DT = Diagonal("wide"), Diagonal("rowed", side="row"), Per("dt", "row")
 STEPS = Hadamard("square_decay", times=DT)
@@ -111,10 +110,6 @@ def block_step(state, *tokens, into=None):
     out, final = chains.block_chain(*(None if x is None else x[:, None] for x in tokens), initial_state=state)
     (state if into is None else into).copy_(final)
     return out[:, 0]
-
-
-if sys.platform == "linux":  # before stand-ins are there, which it would keep
-    import_module("axes.kernels.substitution.chain")
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from axes.routes import attention
 from axes.routes import kernel_terms as terms
 from axes.routes.select import routes
 from tests import what_runs
-from tests.drawn import crossed, drawn
+from tests.drawn import crossed, one_of_each
 from tests.interpreter import interpret
 from tests.optim.table import INSTANCES, Instance
 
@@ -33,7 +33,7 @@ def test_a_mixer_runs_what_is_said(entry: catalogue.Entry) -> None:
     what_runs.check_mixer(entry, "cpu", torch.float32)
 
 
-@pytest.mark.parametrize(("instance", "options"), drawn(what_runs.optimizers("cpu"), 3))
+@pytest.mark.parametrize(("instance", "options"), one_of_each(what_runs.optimizers("cpu")))
 def test_an_optimizer_runs_what_is_said(instance: Instance, options: dict[str, Any]) -> None:
     what_runs.check_optimizer(instance, options, "cpu", torch.float32)
 

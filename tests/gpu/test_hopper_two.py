@@ -1,5 +1,5 @@
 """The delta rule by Hopper's kernels with strengths of writes and erases apart (Comba), and with one read of several
-writes (DeltaProduct): against float64 loops: values and every gradient."""
+writes (DeltaProduct): values and every gradient against float64 loops."""
 
 from __future__ import annotations
 

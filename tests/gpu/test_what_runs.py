@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -31,7 +32,10 @@ def test_a_mixer_runs_what_is_said(entry: catalogue.Entry) -> None:
     what_runs.check_mixer(entry, "cuda", torch.float32)
 
 
-@pytest.mark.parametrize(("instance", "options"), what_runs.optimizers("cuda" if torch.cuda.is_available() else "cpu"))
+OPTIMIZERS = what_runs.optimizers("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("instance", "options"), list(chain.from_iterable(OPTIMIZERS)))
 def test_an_optimizer_runs_what_is_said(instance: Instance, options: dict[str, Any]) -> None:
     what_runs.check_optimizer(instance, options, "cuda", torch.float32)
 

@@ -25,11 +25,8 @@ from axes.errors import AxesError
 from axes.optim.engine import forms
 from axes.programs import program
 from axes.programs.numbers import Number, Origin
-from tests.drawn import drawn
+from tests.drawn import one_of_each
 from tests.optim.table import INSTANCES, net, same, train, values
-
-CASES = [(i, options) for i in INSTANCES for options in i.configurations]
-NAMES = [f"{i}-{n}" for i in INSTANCES for n, _ in enumerate(i.configurations)]
 
 
 def floats(optimizer: optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +92,14 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     yield found
 
 
-@pytest.mark.parametrize(("instance", "options"), drawn(CASES, 2), ids=NAMES)
+def by_two() -> Iterator[list[Any]]:
+    """Configurations of one rule, two at a time: every rule is drawn from."""
+    for i in INSTANCES:
+        every = [pytest.param(i, options, id=f"{i}-{n}") for n, options in enumerate(i.configurations)]
+        yield from (every[n : n + 2] for n in range(0, len(every), 2))
+
+
+@pytest.mark.parametrize(("instance", "options"), one_of_each(by_two()))
 def test_a_schedule_of_everything_traces_nothing_and_is_what_the_tuples_say(
     instance: Any, options: dict[str, Any], counts: Counts
 ) -> None:

@@ -97,8 +97,8 @@ def _tiles(classes: int) -> dict[str, int]:
 def cross_entropy(logits: Tensor, targets: Tensor, gradients: bool, ignored: int) -> Tensor:
     """Losses (N) in float32 of logits (N, V), contiguous; their gradients replace the logits if asked for.
 
-    targets (N) int64, every one below V or `ignored`: of another the loss is NaN. Raises ShapeError for other layouts and for
-    devices that no kernel runs on.
+    targets (N) int64, every one below V or `ignored`: of another the loss is NaN. Raises ShapeError for other layouts
+    and for devices that no kernel runs on.
     """
     if logits.ndim != 2 or not logits.is_contiguous() or targets.shape != logits.shape[:1]:
         got = f"{tuple(logits.shape)} with {logits.stride()} and {tuple(targets.shape)}"
