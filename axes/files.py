@@ -104,5 +104,5 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _could_not_write(path: Path, reason: str) -> str:
-    kept = "; the previous one is intact" if path.exists() else ""
+    kept = "; the previous one is intact" if path.is_file() else ""  # a device has none
     return f"could not write {path}: {reason}{kept}"
