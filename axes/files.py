@@ -5,6 +5,7 @@ A full disk or a kill leaves the previous file as it was.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -24,14 +25,17 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         AxesError: the disk is full or cannot be written; what stood at `path` is untouched.
     """
-    place = path.resolve() if path.is_symlink() else path
-    if place.exists() and not place.is_file() and not place.is_dir():
+    # what /dev/stdout leads to may be a pipe, which has no name of its own
+    if path.exists() and not path.is_file() and not path.is_dir():
         with explained(path):
-            yield place
+            yield path
         return
+    place = Path(os.path.realpath(path)) if path.is_symlink() else path
     temporary = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
     try:
         with explained(path):
+            if place.is_symlink():  # it leads to itself
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             yield temporary
             with temporary.open("rb+") as file:  # what it holds reaches the disk before its name
                 os.fsync(file.fileno())
@@ -100,5 +104,5 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _could_not_write(path: Path, reason: str) -> str:
-    kept = "; the previous one is intact" if path.exists() else ""
+    kept = "; the previous one is intact" if path.is_file() else ""  # a device has none
     return f"could not write {path}: {reason}{kept}"

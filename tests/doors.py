@@ -26,7 +26,7 @@ from axes import depth, dispatch, optim, sequence
 from axes.core import reference
 from axes.core.state_update import State
 from axes.errors import AxesError
-from axes.routes.given import require_call
+from axes.routes.given import require_call, require_packed, require_token
 from axes.testing.examples import example
 
 SEQUENCE = sequence.ALL + sequence.PREDICTED
@@ -417,6 +417,9 @@ def costs() -> dict[str, float]:
         found[f"run with a state {cls.name}"] = cost(
             lambda u=update, s=signal, of=state: require_call("run", u, s, of)  # type: ignore[misc]
         )
+        token, packed = _step(cls, random.Random(0)).arguments, _run_packed(cls, random.Random(0)).arguments
+        found[f"step {cls.name}"] = cost(lambda a=token: require_token("step", **a))  # type: ignore[misc]
+        found[f"run_packed {cls.name}"] = cost(lambda a=packed: require_packed("run", **a))  # type: ignore[misc]
         layer, x = _layer(cls), torch.randn(2, LENGTH, D)
         kept = layer(x)[1]
         found[f"layer {cls.name}"] = cost(lambda m=layer: m._check(x, 3))  # type: ignore[misc]  # noqa: B023
@@ -427,6 +430,10 @@ def costs() -> dict[str, float]:
         mixer = _mixer(mixed)
         streams = mixer.expand(torch.randn(2, LENGTH, D))
         found[f"mixer.read {mixed.name}"] = cost(lambda m=mixer, s=streams: m._matrix(s, "read"))  # type: ignore[misc]
+        y, read = torch.randn(2, LENGTH, D), mixer.read(streams)[1]
+        found[f"mixer.write {mixed.name}"] = cost(
+            lambda m=mixer, s=streams, y=y, c=read: m._require_written(m._matrix(s, "write"), y, c)  # type: ignore[misc]
+        )
     return found
 
 

@@ -32,6 +32,7 @@ from axes.bench import sequence as sequence_
 from axes.bench import sharded as sharded_
 from axes.bench import training as training_
 from axes.bench import turns as turns_
+from axes.bench.figures import show
 from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
 from axes.bench.results import Apart
@@ -88,7 +89,7 @@ def sequence(
     console = _console()
     with watching(console) as watch:
         results = sequence_.measure(plan, out, watch, fresh)
-    console.print(report.table(results))
+    show(report.table(results), console)
     report.draw(results, out / "sequence.png")
     typer.echo(f"{out / sequence_.FILE} and {out / 'sequence.png'}")
 
@@ -134,7 +135,7 @@ def decode(
         error = "" if s.error is None else f"{s.error:.1e}"
         size = "" if s.megabytes is None else f"{s.megabytes:.2f}"
         table.add_row(s.rule, f"{s.shape} {s.dtype}", s.who, s.held, *numbers, error, size, s.refused)
-    console.print(table)
+    show(table, console)
     typer.echo(str(out / decode_.FILE))
 
 
@@ -177,7 +178,7 @@ def layers(
     console = _console()
     with watching(console) as watch:
         results = layers_.measure(plan, out, watch, fresh)
-    console.print(layers_report.table(results))
+    show(layers_report.table(results), console)
     layers_report.draw(results, out / "layers.png")
     typer.echo(f"{out / layers_.FILE} and {out / 'layers.png'}")
 
@@ -215,7 +216,7 @@ def depth(
     console = _console()
     with watching(console) as watch:
         results = depth_.measure(plan, out, watch, fresh)
-    console.print(depth_report.table(results))
+    show(depth_report.table(results), console)
     depth_report.draw(results, out / "depth.png")
     write_text(out / "depth.md", depth_report.markdown(results))
     typer.echo(f"{out / depth_.FILE}, {out / 'depth.md'} and {out / 'depth.png'}")
@@ -248,7 +249,7 @@ def optim(
     console = _console()
     with watching(console) as watch:
         results = optim_.measure(plan, out, watch, fresh)
-    console.print(optim_report.table(results))
+    show(optim_report.table(results), console)
     optim_report.draw(results, out / "optim.png")
     write_text(out / "optim.md", optim_report.markdown(results))
     typer.echo(f"{out / optim_.FILE}, {out / 'optim.md'} and {out / 'optim.png'}")
@@ -330,7 +331,7 @@ def optim_training(
     console = _console()
     with watching(console) as watch:
         results = optim_training_.measure(plan, out, watch, fresh)
-    console.print(optim_training_report.table(results))
+    show(optim_training_report.table(results), console)
     optim_training_report.draw(results, out / "optim-training.png")
     write_text(out / "optim-training.md", optim_training_report.markdown(results))
     files = (out / name for name in (optim_training_.FILE, "optim-training.md", "optim-training.png"))
@@ -366,7 +367,7 @@ def depth_training(
     console = _console()
     with watching(console) as watch:
         results = depth_training_.measure(tuple(names or ()), size, plan, out, watch, fresh, workers)
-    console.print(depth_training_report.table(results))
+    show(depth_training_report.table(results), console)
     depth_training_report.draw(results, out / "depth-training.png")
     write_text(out / "depth-training.md", depth_training_report.markdown(results))
     files = (out / name for name in (depth_training_.FILE, "depth-training.md", "depth-training.png"))
@@ -412,7 +413,7 @@ def training(
             configurations,
             _apart(apart, patience),
         )
-    console.print(training_report.table(size, found))
+    show(training_report.table(size, found), console)
     typer.echo(str(out / training_.FILE))
 
 

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 Lines = Iterable[tuple[bool, Sequence[str]]]  # whether a group begins; cells
+_WIDE = 10_000  # columns, on which any table has room
 
 
 def machine(where: Mapping[str, Any]) -> str:
@@ -30,6 +35,21 @@ def table(title: str, header: Sequence[str], words: Sequence[str], lines: Lines)
             out.add_section()
         out.add_row(*cells)
     return out
+
+
+def show(table: Table, console: Console) -> None:
+    """A table; where the console has no room for its columns a paragraph for each of its lines, so that no figure is
+    cut."""
+    wide = console.options.update(width=_WIDE)
+    if Measurement.get(console, wide, table).maximum <= console.width:
+        console.print(table)
+        return
+    console.print(Text(str(table.title)))
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        named = [f"{column.header} {cell}" for column, cell in zip(table.columns, cells, strict=True) if cell]
+        console.print(Padding(Text(" · ".join(named)), (1, 0, 0, 2)))
+    if table.caption:
+        console.print(Text(str(table.caption)))
 
 
 def markdown(title: str, header: Sequence[str], words: Sequence[str], lines: Lines) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from numbers import Real
+from operator import gt
 from typing import Any, NamedTuple, final
 
 import torch
@@ -123,15 +124,9 @@ def require_call(
     weights: Leaves | None = None,
 ) -> None:
     """AxesError unless a sequence's signal, state and weights fit the tuple and each other."""
-    found: list[Hashable] = []
-    known = update.__class__ is StateUpdate and signal.__class__ is dict and asked(update)
-    if known:
-        right = look((state, time, weights), found)
-        for name, x in signal.items():
-            found.append(name)
-            right = right and look(x, found)
-        if right and (found == known.last or known.seen(found)):
-            return
+    known, found = _looked(update, signal, (state, time, weights))
+    if known is not None and (found == known.last or known.seen(found)):
+        return
     lead = require_signal(who, update, signal, time)
     if state is not None or weights is not None:
         place = Place.of(lead[:time] + lead[time + 1 :], signal)
@@ -139,15 +134,34 @@ def require_call(
             require_state(who, update, state, place)
         if weights is not None:
             require_weights(who, update, weights, place)
-    if known and right:
+    if known is not None:
         known.keep(found)
 
 
 def require_packed(who: str, update: StateUpdate, signal: Signal, state: State, cu_seqlens: Tensor) -> None:
     """The same of packed sequences, which have a state each."""
+    known, found = _looked(update, signal, (state, cu_seqlens))
+    if known is not None and (found == known.last or known.seen(found)):
+        _require_rising(who, cu_seqlens, "k and v", signal["v"].shape[1])  # type: ignore[union-attr]
+        return
     lead = require_signal(who, update, signal)
     require_bounds(who, cu_seqlens, "k and v", lead, signal["v"].device)  # type: ignore[union-attr]
     require_state(who, update, state, Place.of((cu_seqlens.shape[0] - 1, *lead[2:]), signal))
+    if known is not None:
+        known.keep(found)
+
+
+def _looked(update: StateUpdate, signal: Signal, beside: Any) -> tuple[_Asked | None, list[Hashable]]:
+    """How a call looks, and who knows the looks of right ones; None where a look does not say all."""
+    found: list[Hashable] = []
+    if update.__class__ is not StateUpdate or signal.__class__ is not dict:
+        return None, found
+    known = asked(update)
+    right = look(beside, found)
+    for name, x in signal.items():
+        found.append(name)
+        right = right and look(x, found)
+    return known if right else None, found
 
 
 def require_token(who: str, update: StateUpdate, signal: Signal, state: State) -> None:
@@ -420,11 +434,15 @@ def require_bounds(who: str, cu_seqlens: object, name: str, lead: Sizes, device:
         raise ShapeError(f"{who}: cu_seqlens must be int32 or int64 of shape (N + 1,), got {got}")
     if cu_seqlens.device != device:
         raise ShapeError(f"{who}: cu_seqlens is on {cu_seqlens.device}, {name} on {device}: move one of them")
-    if device.type != "cpu":
+    _require_rising(who, cu_seqlens, name, lead[1])
+
+
+def _require_rising(who: str, cu_seqlens: Tensor, name: str, length: int) -> None:
+    if cu_seqlens.device.type != "cpu":
         return
     ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != lead[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
-        raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {lead[1]}, the tokens of {name}, got {ends}")
+    if ends[0] != 0 or ends[-1] != length or any(map(gt, ends, ends[1:])):
+        raise ShapeError(f"{who}: cu_seqlens must rise from 0 to T = {length}, the tokens of {name}, got {ends}")
 
 
 __all__ = [

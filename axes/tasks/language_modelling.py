@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -71,17 +72,17 @@ def start(
     training.rehearsal = rehearse(training)  # kernels are compiled while the folder is written
 
     def begin() -> None:
-        with folder.beginning(overwrite) as new:
-            new.write_config(_said(training))
-            write_json(new.tuples, training.tuples())
-            if processes is None:
-                new.write_checkpoint(training.state_dict())
+        new = until_whole.enter_context(folder.beginning(overwrite))
+        new.write_config(_said(training))
+        write_json(new.tuples, training.tuples())
 
-    if processes is None:
-        begin()
-    else:
-        processes.first_does(begin)
-        _write(training, folder)
+    def first_does(what: Callable[[], None]) -> None:
+        what() if processes is None else processes.first_does(what)
+
+    with ExitStack() as until_whole:
+        first_does(begin)
+        _write(training, folder.next)
+        first_does(until_whole.close)
     return training
 
 
@@ -154,8 +155,10 @@ def _resume_together(
     processes.first_does(folder.hold)
     try:
         place = shards.latest(folder.path)
-        if place is None:
+        if place is None and folder.checkpoint.is_file():
             raise AxesError(f"{folder} was saved by one process: continue it without torchrun")
+        if place is None:
+            raise AxesError(f"{folder} has no checkpoint: begin it again with --overwrite")
         numbers = shards.numbers_of(place, processes.rank)
         if not _is_of({"configuration": {**numbers["configuration"], "steps": configuration.steps}}, configuration):
             raise AxesError(f"{place} belongs to another configuration than {folder.config}")
@@ -298,7 +301,7 @@ def summarise(training: Training, folder: RunFolder) -> Summary:
     """The numbers of a run, from its log and its model."""
     settings = training.configuration
     records = folder.read_metrics()
-    seconds = [record["seconds"] for record in records if "seconds" in record]
+    seconds = [record["seconds"] for record in records if record.get("seconds", 0) > 0]
     evaluations = [record["validation_bits_per_byte"] for record in records if "validation_bits_per_byte" in record]
     per_step = settings.batch * settings.context
     return Summary(

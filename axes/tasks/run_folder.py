@@ -11,12 +11,12 @@ writes; `.lock` is locked by it, and `.holder.json` says who it is.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import platform
 import shutil
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +34,7 @@ from axes.tasks import shards
 
 FORMAT = "axes-run"
 VERSION = 1
+_MOST = sys.float_info.max  # an int may be larger, of which no curve can be drawn
 _NEW, _READY, _LOCK, _HOLDER = ".new", ".ready", ".lock", ".holder.json"
 
 Record = dict[str, Any]
@@ -120,17 +121,18 @@ class RunFolder:
             self._require_free(overwrite)  # now that nobody else writes
             yield new
             write_text(new.metrics, "")
-            once = not new.checkpoint.exists()
         self.curve.unlink(missing_ok=True)
-        shards.remove(self.path)
-        if once:  # several processes write the first one together
-            self.checkpoint.unlink(missing_ok=True)
+
+    @property
+    def next(self) -> RunFolder:
+        """The folder of `beginning` and `changing`, for other processes that write there too."""
+        return RunFolder(self.path / _NEW)
 
     @contextmanager
     def changing(self) -> Iterator[RunFolder]:
         """A folder whose files take the places of this one's together, when the block ends well; held afterwards."""
         self.hold()
-        new, ready = RunFolder(self.path / _NEW), self.path / _READY
+        new, ready = self.next, self.path / _READY
         try:
             with explained(self.path):
                 new.path.mkdir()
@@ -150,6 +152,11 @@ class RunFolder:
         ready = self.path / _READY
         if ready.is_dir():
             with explained(self.path):
+                together = shards.latest(ready) is not None
+                if together or (ready / self.checkpoint.name).exists():  # checkpoints of the other kind go with the old
+                    shards.remove(self.path)
+                if together:
+                    self.checkpoint.unlink(missing_ok=True)
                 for file in ready.iterdir():
                     os.replace(file, self.path / file.name)
                 ready.rmdir()
@@ -196,13 +203,17 @@ class RunFolder:
             raise AxesError(f"there is no run folder {self.path}")
         self._require_settled()
         if not self.config.is_file():
-            raise AxesError(f"{self.path} is not a run folder: it has no config.json")
+            raise AxesError(f"{self.path} is not a run folder: it has no config.json{self._never_saved()}")
         try:
             config = read_json(self.config)
         except ValueError as error:
             raise AxesError(f"{self.config} is damaged: {error}") from None
         _require_ours(config, self.config)
         return dict(config)
+
+    def _never_saved(self) -> str:
+        begun = (self.path / _LOCK).exists()
+        return "; the run that began here was ended before its first save: begin it again without --resume" * begun
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:
         payload = {"format": FORMAT, "version": VERSION, **state}
@@ -289,7 +300,7 @@ def _record(line: str) -> Record | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not all(type(x) in (int, float) and abs(x) < math.inf for x in found.values()):
+    if not isinstance(found, dict) or not all(type(x) in (int, float) and abs(x) <= _MOST for x in found.values()):
         return None
     return found if type(found.get("step")) is int and found["step"] > 0 else None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from axes.errors import AxesError
-from axes.files import sync
+from axes.files import explained, sync
 from axes.tasks.processes import Processes
 
 _PREFIX, _NUMBERS = "checkpoint-", "numbers.pt"
@@ -54,8 +54,9 @@ def write(
         new.mkdir()
 
     def end() -> None:
-        torch.save({**numbers, "processes": processes.size}, new / _NUMBERS)
-        sync(new)
+        with explained(place):
+            torch.save({**numbers, "processes": processes.size}, new / _NUMBERS)
+            sync(new)
         old = [d for d in folder.glob(f"{_PREFIX}*") if d.is_dir()]
         if place.exists():  # the same step once more: its end has moved
             os.rename(place, folder / f".{place.name}.old")
@@ -68,9 +69,19 @@ def write(
     import torch.distributed.checkpoint as dcp  # seconds, for processes alone
 
     processes.first_does(begin)
-    dcp.save(sharded, checkpoint_id=new)
-    torch.save(generators, new / f"rank-{processes.rank:05d}.pt")
-    processes.any(False)  # all have written
+    try:
+        dcp.save(sharded, checkpoint_id=new)
+    except dcp.CheckpointException as error:  # on all processes, with what kept each of them from writing
+        reasons = sorted({" ".join(f"{cause}".split())[:200] for cause, _ in error.failures.values()})
+        raise AxesError(f"could not write {place}: {'; '.join(reasons)}; the checkpoint before is intact") from None
+    failed: AxesError | None = None
+    try:
+        with explained(place):
+            torch.save(generators, new / f"rank-{processes.rank:05d}.pt")
+    except AxesError as error:
+        failed = error
+    if processes.any(failed is not None):  # all have written
+        raise failed or AxesError(f"could not write {place}: another process could not")
     processes.first_does(end)
 
 

@@ -20,6 +20,7 @@ from axes.bench import (
     apart,
     check,
     decode,
+    figures,
     floors,
     layers,
     layers_report,
@@ -200,6 +201,24 @@ def test_training_says_who_could_not_run(tmp_path: Path, capsys: pytest.CaptureF
     near = math.log(50)  # of a model that knows nothing yet
     assert all(abs(found[w]["loss"] - near) < 1 for w in ("axes", "axes, softmax attention", "torch, flash SDPA"))
     assert found["axes, mhc"]["tokens_per_second"] > 0 and abs(found["axes, mhc"]["loss"] - near) < 1
+
+
+def test_a_table_too_wide_for_a_terminal_is_paragraphs(capsys: pytest.CaptureFixture[str]) -> None:
+    """No figure is cut, and no reason; where there is room a table is one."""
+    row = layers.Row(
+        "gated-delta-net", "8,4096,2048,16", "bfloat16", "axes", 123.45, 678.91, 23.45, 78.91, 5_123_456_789, 123_456,
+        234_567, 1.25, 2.75, 43.2, 7, 0.0012, "gradient of beta", "not [all] of it",
+    )  # fmt: skip
+    wanted = "123.45 / 678.91", "123.45 / 432.10", "5,123", "123,456 (234,567 by the block)", "gradient of beta"
+    rows = [vars(row), {**vars(row), "who": "fla", "both": 432.1}]
+    table = layers_report.table({"where": {"device": "d", "torch": "t"}, "rows": rows})
+    for width in (80, 300):
+        figures.show(table, Console(width=width))
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= width and "\N{HORIZONTAL ELLIPSIS}" not in text
+        said = " ".join(text.split())
+        assert not [x for x in wanted if x not in said]
+        assert said.count("not [all] of it" if width == 80 else "43.2") == 2
 
 
 def test_trainings_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

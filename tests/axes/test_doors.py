@@ -12,7 +12,7 @@ import torch
 from axes import dispatch, sequence
 from axes.core import reference
 from axes.errors import AxesError, ShapeError, UnknownName, WrongType
-from axes.routes.given import asked, require_call
+from axes.routes.given import asked, require_call, require_packed
 from axes.sequence import RWKV7, S4D, FoX, GatedDeltaNet, PaTH, SequenceLayer
 from axes.testing.examples import example
 from tests.doors import DOORS, spoil
@@ -149,6 +149,24 @@ def test_a_call_that_was_seen_is_not_asked_again(monkeypatch: pytest.MonkeyPatch
     for _ in range(100):  # of looks no more than so many are kept
         require_call("here", update, signal(beta=torch.rand(()).item()), None)
     assert len(asked(update).looks) <= 64
+
+
+def test_packed_sequences_that_were_seen_are_asked_for_their_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.routes import given
+
+    update = GatedDeltaNet(8, heads=2).update
+    asked(update).forget()
+    packed = {name: x[:1] for name, x in signal().items()}
+    state = update.init({name: x[:, 0].expand(2, *x.shape[2:]) for name, x in packed.items() if name in "kv"})
+    require_packed("here", update, packed, state, torch.tensor([0, 2, 5]))
+    monkeypatch.setattr(given, "require_signal", lambda *_: pytest.fail("asked again"))
+    require_packed("here", update, packed, state, torch.tensor([0, 5, 5]))
+    for wrong in ([0, 2, 4], [1, 2, 5], [0, 6, 5]):
+        with pytest.raises(ShapeError, match="cu_seqlens must rise from 0 to T = 5"):
+            require_packed("here", update, packed, state, torch.tensor(wrong))
+    monkeypatch.undo()
+    with pytest.raises(ShapeError, match="state"):  # a boundary more, and no state for it
+        require_packed("here", update, packed, state, torch.tensor([0, 2, 3, 5]))
 
 
 def test_angles_of_pairs_may_be_one_number() -> None:

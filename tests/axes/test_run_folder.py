@@ -116,6 +116,31 @@ def test_the_old_run_stands_until_the_new_one_is_saved(
     assert folder.read_checkpoint()["configuration"]["seed"] == 1
 
 
+def test_checkpoints_of_several_processes_take_the_place_of_one_and_the_other_way(finished: RunFolder) -> None:
+    """The old ones go when the new ones are there, and not before."""
+
+    def begin(shards: bool, fails: bool) -> None:
+        with finished.beginning(overwrite=True) as new:
+            new.write_config({"configuration": {}})
+            place = new.path / "checkpoint-00000000"
+            if shards:
+                place.mkdir()
+            (place / "numbers.pt" if shards else new.checkpoint).write_text("new")
+            if fails:
+                raise AxesError("no room")
+
+    whole = {"config.json", "metrics.jsonl", "tuples.json"}
+    for shards in (True, False):
+        before = sorted(file.name for file in finished.path.iterdir() if file.name != ".lock")
+        with pytest.raises(AxesError, match="no room"):
+            begin(shards, fails=True)
+        assert sorted(f.name for f in finished.path.iterdir() if f.name not in (".lock", ".holder.json")) == before
+        begin(shards, fails=False)
+        found = {file.name for file in finished.path.iterdir() if not file.name.startswith(".")}
+        assert found == whole | {"checkpoint-00000000" if shards else "checkpoint.pt"}
+        finished.release()
+
+
 class Killed(BaseException):
     """A signal that leaves no time."""
 
@@ -148,6 +173,8 @@ def test_killed_before_the_first_save(text: str, tmp_path: Path, monkeypatch: py
     (folder.path / ".new").mkdir(parents=True)
     (folder.path / ".new" / "config.json").write_text("{}")
     (folder.path / ".lock").touch()
+    with pytest.raises(AxesError, match="ended before its first save: begin it again without --resume"):
+        resume(folder)
     assert run(start(small(text), folder), folder).finished
     assert not (folder.path / ".new").exists()
 
@@ -220,6 +247,7 @@ def test_a_finished_run_is_extended(text: str, tmp_path: Path, schedule: str) ->
         b"{\"step\": 2, \"lo", b"[1, 2]", b"null", b"7", b"\xff\xfe", b"{}", b"{\"loss\": 3.0}", b"{\"step\": \"2\"}",
         b"{\"step\": true}", b"{\"step\": 2, \"bits_per_byte\": \"x\"}", b"{\"step\": 2, \"bits_per_byte\": null}",
         b"{\"step\": 2.5}", b"{\"step\": -1}", b"{\"step\": 2, \"loss\": NaN}", b"9" * 5000, b"[" * 5000, b"",
+        b"{\"step\": 2, \"seconds\": 1" + b"0" * 400 + b"}", b"\0" * 100,
     ],
 )  # fmt: skip
 def test_a_broken_line_of_the_log_loses_that_line(finished: RunFolder, line: bytes) -> None:
@@ -229,6 +257,12 @@ def test_a_broken_line_of_the_log_loses_that_line(finished: RunFolder, line: byt
     assert run(resume(finished), finished).finished
     finished.metrics.write_bytes(b"\n".join([*lines[:2], line]))
     assert finished.read_metrics() == whole[:2]
+
+
+def test_a_log_without_a_time_is_summed_up(finished: RunFolder) -> None:
+    lines = [{**record, **({"seconds": 0} if "seconds" in record else {})} for record in finished.read_metrics()]
+    finished.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(resume(finished), finished).tokens_per_second == 0
 
 
 @pytest.mark.parametrize(
@@ -324,6 +358,20 @@ def test_links_lead_where_they_led_and_devices_stay(tmp_path: Path) -> None:
     write_text(Path("/dev/null"), "nothing")
     assert Path("/dev/null").is_char_device()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["link.json", "link.json.part", "target.json"]
+    ours, theirs = os.pipe()
+    write_text(Path(f"/dev/fd/{theirs}"), "piped")  # as /dev/stdout, a link to what has no name
+    assert os.read(ours, 10) == b"piped"
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_link_that_leads_to_itself_is_said(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    with pytest.raises(AxesError, match=r"could not write .*one.json: Too many levels"):
+        write_text(one, "new")
+    assert one.is_symlink() and other.is_symlink()
 
 
 def test_a_block_that_fails_leaves_the_old_file(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """A run by several processes is the run of one: windows and tokens shared out, stopped, resumed, sharded anew."""
 
+import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +26,14 @@ SMALL = dict(
 )  # fmt: skip
 
 
+_save = torch.save
+
+
+def full(*given: Any, **more: Any) -> None:
+    """A disk on which nothing has room."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def work(folder: Path, cases: list[dict[str, Any]]) -> None:
     """What a process of torchrun does: runs one after another, each stopped and resumed as it is said."""
     torch.set_num_threads(1)
@@ -33,7 +43,15 @@ def work(folder: Path, cases: list[dict[str, Any]]) -> None:
             if "settings" in case:
                 configuration = Configuration(**case["settings"])
                 shared = processes.Processes(configuration.torch_device(), configuration.sequence_parallel)
-                training = start(configuration, place, processes=shared)
+                if case.get("full"):
+                    torch.save = full
+                try:
+                    training = start(configuration, place, case.get("overwrite", False), shared)
+                except AxesError as error:
+                    (folder / "refused").write_text(str(error))
+                    continue
+                finally:
+                    torch.save = _save
             else:
                 training = resume(place, processes=processes.Processes(torch.device("cpu"), case.get("segments", 1)))
             run(training, place, stop=lambda t=training, c=case: t.position >= c.get("until", 99))
@@ -126,6 +144,23 @@ def test_processes_train_as_one(tmp_path: Path) -> None:
     assert len(said) == 2 and all("saved by one process: continue it without torchrun" in text for text in said)
     said = torchrun(tmp_path, [{"name": "lost", "settings": SMALL, "until": 1, "dies": True}, {"name": "lost"}], 2)
     assert len(said) == 1 and "another process" in said[0]
+
+
+@pytest.mark.slow
+def test_a_run_that_processes_overwrite_stands_until_theirs_is_saved(tmp_path: Path) -> None:
+    """Of one process, and of several; what comes in its place has a checkpoint of the other kind."""
+    short = {**SMALL, "steps": 1, "eval_every": 0, "save_every": 0}
+    alone, kept = RunFolder(tmp_path / "alone"), RunFolder(tmp_path / "kept")
+    run(start(Configuration(**short), alone), alone)  # type: ignore[arg-type]
+    shutil.copytree(alone.path, kept.path)
+    before = {file.name: file.read_bytes() for file in kept.path.iterdir()}
+    new = {"settings": {**short, "seed": 1}, "overwrite": True}
+    assert not torchrun(tmp_path, [{**new, "name": "kept", "full": True}, {**new, "name": "alone"}], 1)
+    assert "No space left" in (tmp_path / "refused").read_text()
+    assert {n: (kept.path / n).read_bytes() for n in before} == before
+    assert not alone.checkpoint.exists() and alone.read_checkpoint()["configuration"]["seed"] == 1
+    start(Configuration(**short), alone, overwrite=True)  # type: ignore[arg-type]
+    assert alone.checkpoint.exists() and not list(alone.path.glob("*checkpoint-*"))
 
 
 def test_shares_that_cannot_be_are_refused() -> None:
