@@ -1,4 +1,4 @@
-"""Numbers of a step on their way to a device, for which the host does not wait."""
+"""Numbers of a step on their way to a device, for which the host does not wait, and on their way back."""
 
 from __future__ import annotations
 
@@ -43,4 +43,24 @@ class Sent:
         self.next = (self.next + 1) % (2 * _HALF)
 
 
-__all__ = ["Sent"]
+@final
+class Told:
+    """Numbers of a device in memory of the host that stays; who asks waits for them, not for what is launched later."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.here = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+        self.made: torch.cuda.Event | None = None  # the copy that was begun last
+
+    def tell(self, x: Tensor) -> None:
+        self.here.copy_(x, non_blocking=True)
+        if x.is_cuda:
+            self.made = torch.cuda.current_stream(x.device).record_event(self.made)
+
+    def numbers(self) -> list[float]:
+        if self.made is not None:
+            self.made.synchronize()
+        found: list[float] = self.here.tolist()
+        return found
+
+
+__all__ = ["Sent", "Told"]

@@ -21,6 +21,7 @@ from axes.errors import AxesError, NotFiniteError
 from axes.models.flops import training_flops
 from axes.models.language_model import LanguageModel, Logits, state_bytes
 from axes.models.options import accepted_options
+from axes.programs.sent import Told
 from axes.tasks.batches import training_batch, validation_batches
 from axes.tasks.configuration import Configuration
 from axes.tasks.corpus import Corpus, as_tokens
@@ -64,6 +65,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule())
         self.position = 0  # steps taken
         self._drawn: dict[int, Tensor] = {}  # windows of the step to come
+        self._told: Told | None = None  # the loss and the norm of a step
         self.saved = 0  # and at the last checkpoint, while a run goes on
         self.rehearsal: Rehearsal | None = None  # of the first step, from when it was asked for until it is waited for
         if configuration.compile:
@@ -144,12 +146,14 @@ class Training:
         loss = self._backward(windows)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        found = _Told(torch.stack([loss.double(), _whole(norm).double()]))
+        found = torch.stack([loss.double(), _whole(norm).double()])
+        self._told = self._told or Told(found)
+        self._told.tell(found)
         if settings.clip:  # by a norm that is no number nothing is scaled, so that what is not finite stays alone
             finite = torch.nan_to_num(norm, nan=0.0, posinf=0.0)
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, finite)
         self._drawn = {self.position + 1: self._windows(self.position + 1)}  # while the device is busy
-        value, size = found.numbers()  # the step's one wait, while the device scales what is clipped
+        value, size = self._told.numbers()  # the step's one wait, while the device scales what is clipped
         if not (math.isfinite(value) and math.isfinite(size)):
             raise self._not_finite(value)
         self.optimizer.step()
@@ -366,24 +370,6 @@ class Training:
 def _finite(x: Tensor) -> bool:
     """On all processes, for what is sharded."""
     return bool(torch.isfinite(_whole(x.detach())).all())
-
-
-@final
-class _Told:
-    """Numbers on their way to the host, who waits for them alone and not for what the device is asked for later."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.there, self.sent = x, None
-        if x.is_cuda:
-            self.there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.there.copy_(x, non_blocking=True)
-            self.sent = torch.cuda.Event()
-            self.sent.record()
-
-    def numbers(self) -> list[float]:
-        if self.sent is not None:
-            self.sent.synchronize()
-        return [float(x) for x in self.there.tolist()]
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from axes.programs.sent import Sent
+from axes.programs.sent import Sent, Told
 
 
 @final
@@ -18,9 +18,7 @@ class Vote:
     def __init__(self, mesh: Any) -> None:
         self.groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self.said = torch.zeros(4, dtype=torch.float64, device=mesh.device_type)
-        self._sent = Sent(self.said)
-        self._copied = torch.cuda.Event() if self.said.is_cuda else None
-        self._here = torch.empty(4, dtype=torch.float64, device="cpu", pin_memory=self.said.is_cuda)
+        self._sent, self._told = Sent(self.said), Told(self.said)
 
     def cast(self, bad: bool | Tensor, count: int, changed: bool) -> Callable[[], list[float]]:
         """Begin to say them; the call of the result waits, for nothing that is launched in between.
@@ -35,17 +33,8 @@ class Vote:
             self.said[0].copy_(flag)
         for group in self.groups:
             dist.all_reduce(self.said, dist.ReduceOp.MAX, group=group)
-        if self._copied is None:
-            return self.said.tolist
-        self._here.copy_(self.said, non_blocking=True)
-        self._copied.record()
-        return self._told
-
-    def _told(self) -> list[float]:
-        assert self._copied is not None
-        self._copied.synchronize()
-        numbers: list[float] = self._here.tolist()
-        return numbers
+        self._told.tell(self.said)
+        return self._told.numbers
 
 
 __all__ = ["Vote"]

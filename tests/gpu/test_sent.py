@@ -29,3 +29,16 @@ def test_rows_wait_for_their_copies() -> None:
         send(5 * sent._HALF, 8 * sent._HALF)
     torch.cuda.synchronize()
     assert torch.stack(found).tolist() == [[t, 0.1 * t, -t] for t in range(8 * sent._HALF)]
+
+
+def test_what_is_told_does_not_wait_for_what_comes_later() -> None:
+    x = torch.tensor([1.0, -2.0], dtype=torch.float64, device="cuda")
+    told = sent.Told(x)
+    for t in range(3):
+        told.tell(x)
+        torch.cuda._sleep(200_000_000)  # some 100 ms
+        x += 1
+        end = torch.cuda.current_stream().record_event()
+        assert told.numbers() == [1.0 + t, -2.0 + t]
+        assert not end.query()
+        torch.cuda.synchronize()
