@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple, Never, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from axes.kernels.common.repeated import Same, repeated
 from axes.routes import dispatch, kernel_terms, recurrent
 from axes.routes import frame as frames
 from axes.routes.choice import Plan, Target
-from axes.routes.finite import log_gates, require_finite
+from axes.routes.finite import is_finite, log_gates, require_finite
 from axes.routes.given import Place, asked, look, require_bounds, require_state
 from axes.routes.packed import Packing
 from axes.routes.parameters import some_parameter
@@ -100,7 +100,7 @@ class SequenceLayer(nn.Module):
         implementation: reference, torch or triton by name; otherwise what `axes.routes.dispatch.select` picks.
         checkpoint: recompute the layer in the backward pass instead of storing its activations.
         check_finite: read x, the signal and the output at every call: NotFiniteError names the first token that is not
-            finite. It waits for the device, and no compiler follows it.
+            finite, its sequence and head. It waits for the device, and no compiler follows it.
         device, dtype: of the parameters.
 
     Raises: ShapeError for inputs of the wrong shape, dtype or device; IllegalUpdate for a tuple without keys.
@@ -337,10 +337,10 @@ class SequenceLayer(nn.Module):
             assert state is not None
             return y[:, 0], state
         signal, tails, kept = fused.enter(self.around, x[:, None], state.tails, None, self.implementation, token=True)
-        self._look({"x": x[:, None], **signal})
+        self._look(x[:, None], signal)
         out, memory = dispatch.one_token(self.update, signal, state.memory, self.implementation)
         y = fused.leave(self.around, out, kept)
-        self._look({"the output": y})
+        self._look_back(y, out)
         return y[:, 0], LayerState(tails, memory)
 
     def recall(self, x: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
@@ -411,7 +411,7 @@ class SequenceLayer(nn.Module):
         elif self.across is not None:
             before = self.across.tails(self, x, before)
         signal, tails, kept = fused.enter(self.around, x, before, packing, self.implementation, columns=columns)
-        self._look({"x": x, **signal})
+        self._look(x, signal, cu_seqlens)
 
         def first() -> State:
             return start or self._init_memory(x.shape[0] if packing is None else packing.sequences, x)
@@ -423,13 +423,13 @@ class SequenceLayer(nn.Module):
             )
             tails = (*around, *carry)
             y = fused.leave(self.around, out, kept)
-            self._look({"the output": y})
+            self._look_back(y, out, cu_seqlens)
             return y, LayerState(tails, memory)
         frame = fused.frame_of(kept)
         if self.across is not None:
             out, memory = self.across.recur(functools.partial(self._recur_in, frame), signal, first())
             y = fused.leave(self.around, out, kept)
-            self._look({"the output": y})
+            self._look_back(y, out)
             return self.across.after(y, tails, memory)
         if frame is not None:
             out, memory = frames.run(frame, signal, first(), cu_seqlens, self.implementation)
@@ -439,7 +439,7 @@ class SequenceLayer(nn.Module):
             named = self.implementation
             out, memory = dispatch.run_packed(self.update, signal, first(), cu_seqlens, implementation=named)
         y = fused.leave(self.around, out, kept)
-        self._look({"the output": y})
+        self._look_back(y, out, cu_seqlens)
         return y, LayerState(tails, memory)
 
     def tails_of(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -459,9 +459,18 @@ class SequenceLayer(nn.Module):
 
     # ---- checks ------------------------------------------------------------------------------------------------
 
-    def _look(self, named: Mapping[str, Tensor | float]) -> None:
+    def _look(self, x: Tensor, signal: Signal, cu_seqlens: Tensor | None = None) -> None:
         if self.check_finite:
-            require_finite(type(self).__name__, named, gates=log_gates(self.update))
+            who, gates = type(self).__name__, log_gates(self.update)
+            require_finite(who, {"x": x}, cu_seqlens=cu_seqlens)
+            require_finite(who, signal, gates=gates, batch=2, cu_seqlens=cu_seqlens)
+
+    def _look_back(self, y: Tensor, out: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """At the output (B, T, D), and where it is not finite at what was read (B, T, H, d_v), which has heads."""
+        if self.check_finite and not is_finite(y):
+            who = type(self).__name__
+            require_finite(who, {"what is read": out}, batch=2, cu_seqlens=cu_seqlens)
+            require_finite(who, {"the output": y}, cu_seqlens=cu_seqlens)
 
     def _check_groups(self, heads: int, values: int, block: Block, memory: str) -> None:
         who = type(self).__name__

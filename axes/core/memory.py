@@ -145,6 +145,31 @@ def normalised(y: Tensor, mass: Tensor, floor: float) -> Tensor:
     return torch.where(mass == 0, torch.zeros_like(y), y / torch.where(mass == 0, torch.ones_like(mass), mass))
 
 
+def mean_gate(log: Tensor, dim: int, keepdim: bool = True) -> Tensor:
+    """The log of the mean of gates, of their logs: finite, with finite derivatives, where all of them are shut."""
+    shut = torch.finfo(log.dtype).min
+    return torch.logsumexp(log.clamp_min(shut), dim, keepdim) - math.log(log.shape[dim])
+
+
+def inverse_length(square: Tensor) -> Tensor:
+    """1/|s| of |s|^2; 0 where that is below the smallest normal number, and 1/|s|^2 beyond the largest."""
+    short = square < torch.finfo(square.dtype).tiny
+    return torch.where(short, 0.0, torch.rsqrt(torch.where(short, 1.0, square)))
+
+
+def directions(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Vectors at unit length, and 1/length with `dim` kept; zero has direction zero, not NaN.
+
+    Derivatives are those of vectors that a constant brings to unit length first: of their own square a power of -3/2
+    would leave the dtype long before 1/length^2, the largest that a derivative is.
+    """
+    scale = inverse_length((x * x).sum(dim, keepdim=True)).detach()
+    unit = x * scale
+    square = (unit * unit).sum(dim, keepdim=True)
+    again = torch.rsqrt(torch.where(square == 0, 1.0, square))
+    return unit * again, scale * again
+
+
 class RankOne(Memory):
     """A memory whose gradient is one outer product per leaf and datum: fast routes keep the two factors."""
 
@@ -186,11 +211,11 @@ class Slots(Memory):
     starts_at_zero: ClassVar[bool] = False
 
     def predict(self, leaves: Leaves, x: Tensor, signal: Signal, *, encode: bool = False) -> Tensor:
-        phi, _ = _directions(leaves[0])
+        phi, _ = directions(leaves[0], -2)
         return times(phi.mT if encode else phi, x)
 
     def vjp(self, leaves: Leaves, x: Tensor, r: Tensor, signal: Signal, *, encode: bool = False) -> Leaves:
-        phi, inverse_norm = _directions(leaves[0])
+        phi, inverse_norm = directions(leaves[0], -2)
         h, c = (x, r) if encode else (r, x)
         overlap = phi.mT @ h[..., None]  # (..., d_k, 1): each slot's share of h
         tangent = h[..., :, None] - phi * overlap.mT
@@ -321,7 +346,7 @@ class MLP(RankOne):
     def act(self, element: Element, leaves: Leaves) -> Leaves:
         if element.outer is None:
             return tuple(element.act(leaf) for leaf in leaves)
-        mean = Element(element.scale, element.gate, outer=torch.log(torch.exp(element.outer).mean(-2, keepdim=True)))
+        mean = Element(element.scale, element.gate, outer=mean_gate(element.outer, -2))
         return element.act(leaves[0]), mean.act(leaves[1])
 
     def add(self, leaves: Leaves, rate: Tensor | float, shape: Shape, drive: Leaves) -> Leaves:
@@ -514,19 +539,13 @@ class Kernel(Declared):
 
     def between(self, readers: Tensor, keys: Tensor, mass: Tensor | None = None) -> Tensor:
         """(..., m, d_k), (..., n, d_k) -> (..., m, n), times e^mass (..., m, n)."""
-        cosines = _unit(readers) @ _unit(keys).mT
+        cosines = directions(readers, -1)[0] @ directions(keys, -1)[0].mT
         if self.of == "linear":
             found = cosines if self.scale is None else self.scale * cosines
             return found if mass is None else found * torch.exp(mass)
         scale = math.sqrt(keys.shape[-1]) if self.scale is None else self.scale
         exponent = scale * (cosines - 1)
         return torch.exp(exponent if mass is None else exponent + mass)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Unit length; zero stays zero."""
-    square = (x * x).sum(-1, keepdim=True)
-    return x * torch.rsqrt(torch.where(square > 0, square, 1.0))
 
 
 class Solved(Memory):
@@ -770,13 +789,6 @@ def _empty(signal: Signal) -> Tensor:
     if k.shape[:-1] != batch:
         batch = torch.broadcast_shapes(batch, k.shape[:-1])
     return v.new_zeros(*batch, v.shape[-1], k.shape[-1], dtype=torch.promote_types(v.dtype, k.dtype))
-
-
-def _directions(state: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of unit length and 1/norm (..., 1, d_k); a zero column has direction zero, not NaN."""
-    square = (state * state).sum(-2, keepdim=True)
-    inverse = torch.rsqrt(torch.where(square > 0, square, torch.ones_like(square))) * (square > 0)
-    return state * inverse, inverse
 
 
 def _affine(memory: LayerNormMatrix | MLP, signal: Signal) -> tuple[Tensor | float, Tensor | float]:

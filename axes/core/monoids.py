@@ -269,6 +269,16 @@ def _gate(rate: Rate, signal: Signal, like: Tensor) -> Element:
     return Element(outer=value)
 
 
+def finite_logs(x: Tensor) -> Tensor:
+    """Logs of gates that are multiplied: -inf as the least number, which a slope of zero may meet. What is expanded
+    stays so."""
+    one = x
+    for i, (n, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if n > 1 and not step:
+            one = one.narrow(i, 0, 1)
+    return one.clamp_min(torch.finfo(x.dtype).min).expand_as(x)
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class Identity(Monoid):
@@ -408,7 +418,7 @@ class Hadamard(Monoid):
         if self.times is None or element.outer is None:
             return element
         times = resolve(self.times, signal)
-        return Element(outer=element.outer * (times[..., :, None] if isinstance(times, Tensor) else times))
+        return Element(outer=finite_logs(element.outer) * (times[..., :, None] if isinstance(times, Tensor) else times))
 
     def rates(self) -> tuple[Rate, ...]:
         assert isinstance(self.gate, Per)

@@ -40,11 +40,20 @@ def polar_express_schedule(steps: int) -> tuple[Triple, ...]:
 
 def leaf_norm(x: Tensor) -> Tensor:
     """Frobenius norm (..., 1, 1), with gradient 0 at a zero matrix."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not _differentiated(x):
         norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
         return norm
-    zero = (x == 0).all(-1, keepdim=True).all(-2, keepdim=True)
+    zero = _is_zero(x)
     return torch.where(zero, 0.0, torch.linalg.vector_norm(torch.where(zero, 1.0, x), dim=(-2, -1), keepdim=True))
+
+
+def _differentiated(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _is_zero(x: Tensor) -> Tensor:
+    """Whether a matrix is zero: (..., 1, 1)."""
+    return (x == 0).all(-1, keepdim=True).all(-2, keepdim=True)
 
 
 # Entries of a stack that a CPU takes at a time: three times as many numbers are then in use, which stay in cache and in
@@ -168,14 +177,19 @@ def _applied(factor: Tensor, x: Tensor, size: float) -> Tensor:
 
 
 class Start(NamedTuple):
-    """What x is divided by before the iteration: max(factor |x|_F + shift, floor)."""
+    """What x is divided by before the iteration: max(factor |x|_F + shift, floor).
+
+    A zero matrix, which stays zero, has derivative zero like its norm: at a floor of 1e-7 a token of a state that is
+    projected would multiply what is asked of it by more than 1e9, and five of them leave float32.
+    """
 
     factor: float
     shift: float
     floor: float | Tensor
 
     def divisor(self, x: Tensor) -> Tensor:
-        return (leaf_norm(x) * self.factor + self.shift).clamp(min=self.floor)
+        found = (leaf_norm(x) * self.factor + self.shift).clamp(min=self.floor)
+        return torch.where(_is_zero(x), torch.inf, found) if _differentiated(x) else found
 
 
 class Moving(NamedTuple):

@@ -107,12 +107,13 @@ def run(
     tensors are not read.
 
     check_finite: read them: NotFiniteError for the first token of the signal, or else of the outputs, that is not
-    finite. Without it what is not finite goes where the recurrence takes it (`axes.routes.finite`).
+    finite, with its sequence and head. Without it what is not finite goes where the recurrence takes it
+    (`axes.routes.finite`).
     """
     if not torch.compiler.is_compiling():
         require_call("dispatch.run", update, signal, state, time, weights)
     if check_finite:
-        require_finite("dispatch.run", signal, time, gates=log_gates(update))
+        require_finite("dispatch.run", signal, time, gates=log_gates(update), batch=_around(update, signal))
     held = _held(update, state)
     if held is not None:
         assert state is not None
@@ -120,7 +121,7 @@ def run(
     out, state = _run(update, signal, state, time, weights, implementation)
     state = state if held is None else state.to(held)
     if check_finite:
-        require_finite("dispatch.run", {"the output": out}, time, _GREW)
+        require_finite("dispatch.run", {"the output": out}, time, _GREW, batch=_around(update, signal))
     return out, state
 
 
@@ -251,14 +252,14 @@ def run_packed(
     if not torch.compiler.is_compiling():
         require_packed("dispatch.run_packed", update, signal, state, cu_seqlens)
     if check_finite:
-        require_finite("dispatch.run_packed", signal, gates=log_gates(update))
+        require_finite("dispatch.run_packed", signal, gates=log_gates(update), batch=2, cu_seqlens=cu_seqlens)
     held = _held(update, state)
     if held is not None:
         state = state.to(torch.float32)
     out, after = _run_packed(update, signal, state, cu_seqlens, implementation)
     after = after if held is None or after is None else after.to(held)
     if check_finite:
-        require_finite("dispatch.run_packed", {"the output": out}, 1, _GREW)
+        require_finite("dispatch.run_packed", {"the output": out}, 1, _GREW, batch=2, cu_seqlens=cu_seqlens)
     return out, after
 
 
@@ -479,6 +480,13 @@ def _shapes(signal: Signal, state: State | None) -> dict[str, tuple[int, ...]]:
     if state is not None and len(state.theta) == 2 and state.theta[0].ndim > state.theta[1].ndim:  # and their number
         shapes["levels"] = tuple(state.theta[0].shape)
     return shapes if state is None or len(state.theta) < 3 else {**shapes, "pairs": tuple(state.theta[2].shape)}
+
+
+def _around(update: StateUpdate, signal: Signal) -> int:
+    """Batch dimensions of a signal: those of its values without time, features and several writes."""
+    v = signal["v"]
+    assert isinstance(v, Tensor)
+    return v.ndim - 2 - (update.parts().step.writes > 1)
 
 
 def _each(signal: Signal, time: int, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor | float]:

@@ -5,8 +5,9 @@ the tokens before it. So the outputs of a sequence are looked at once, by their 
 sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. Where a
 compiler follows a route on a CPU nothing depends on a number: the route is given zeros in the place of values that are
 not finite, and from their token on a head's outputs and its memory are NaN. On a GPU, where a look would wait for the
-device, kernels have a remedy of their own (`axes.kernels.contain`); torch's routes there and kernels of two layers have
-none: a NaN may reach earlier tokens of its chunk, never an earlier chunk, another sequence or head.
+device, kernels have a remedy of their own (`axes.kernels.contain`), and zeros stand in for torch's route of memories of
+two layers; torch's other routes there and kernels of two layers have none: a NaN may reach earlier tokens of its chunk,
+never an earlier chunk, another sequence or head.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ def contained(run: Run, update: StateUpdate, signal: Tokens, state: State, batch
     q = signal["q"]
     assert isinstance(q, Tensor)
     if not _may_look(q):
-        on_a_cpu = q.device.type == "cpu"
-        return _set_aside(run, update, signal, state, batch) if on_a_cpu else run(update, signal, state)
+        # beside two layers, of which every token is read through, one more pass over inputs is little
+        aside = q.device.type == "cpu" or update.parts().memory.upper is not None
+        return _set_aside(run, update, signal, state, batch) if aside else run(update, signal, state)
     out, after = run(update, signal, state)
     if is_finite(out):
         return out, after
@@ -109,11 +111,19 @@ def is_finite(x: Tensor) -> bool:
 
 
 def require_finite(
-    who: str, named: Mapping[str, Tensor | float], time: int = 1, hint: str = "", gates: Collection[str] = ()
+    who: str,
+    named: Mapping[str, Tensor | float],
+    time: int = 1,
+    hint: str = "",
+    gates: Collection[str] = (),
+    batch: int = 1,
+    cu_seqlens: Tensor | None = None,
 ) -> None:
-    """NotFiniteError that names the first token which is not finite, and its entry; reads every value.
+    """NotFiniteError that names the first token which is not finite, its sequence, its head and its entry; reads every
+    value.
 
-    gates: names of log gates, which may be -inf: that forgets everything.
+    gates: names of log gates, which may be -inf: that forgets everything.  batch: dimensions around `time` ahead of
+    features, the first of which is the sequence, and the last of several the head.  cu_seqlens: of packed sequences.
     """
     if torch.compiler.is_compiling():
         raise AxesError(f"{who}: check_finite reads values, which no compiler follows: leave it out, or run eagerly")
@@ -126,9 +136,21 @@ def require_finite(
         if len(place):
             first = place[place[:, time].argmin()] if x.ndim > time else place[0]
             entry = tuple(first.tolist())
-            token = f" at token {entry[time]}" if x.ndim > time else ""
-            got = f"{float(x[entry])}{token}, entry {entry} of {tuple(x.shape)}"
-            raise NotFiniteError(f"{who}: {name} is not finite: {got}{hint}")
+            where = _where(entry, time, batch, cu_seqlens) if x.ndim > max(time, batch) else ""
+            raise NotFiniteError(
+                f"{who}: {name} is not finite: {float(x[entry])}{where}, entry {entry} of {tuple(x.shape)}{hint}"
+            )
+
+
+def _where(entry: tuple[int, ...], time: int, batch: int, cu_seqlens: Tensor | None) -> str:
+    """Which token of which sequence and head an entry is of."""
+    token, (*around, last) = entry[time], [n for i, n in enumerate(entry[: batch + 1]) if i != time]
+    head = f" and head {last}" if around else ""
+    if cu_seqlens is None:
+        return f" at token {token} of sequence {around[0] if around else last}{head}"
+    ends = cu_seqlens.tolist()
+    sequence = sum(end <= token for end in ends) - 1
+    return f" at token {token} of the packed ones, {token - ends[sequence]} of sequence {sequence}{head}"
 
 
 @fact

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from axes.core.memory import inverse_length
 from axes.errors import AxesError
 from axes.routes.states import states
 
@@ -144,19 +145,15 @@ class _Read(torch.autograd.Function):
         return torch.autograd.grad(made, inputs, given)
 
 
-def _inverse(length: Tensor) -> Tensor:
-    """1 / |s| of |s|^2 (..., d_k), 0 where that is."""
-    return torch.rsqrt(torch.where(length > 0, length, 1.0)) * (length > 0)
-
-
 def _decoded(
     p: Tensor, square: Tensor, inverse: Tensor | None, read: Tensor, rate: Tensor, keep: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(a, b) of slots that become a s + b e, e = v - S r: p = <s, e>, square = |e|^2, inverse = 1 / |s|, read = r."""
+    """(a, b) of slots that become a s + b e, e = v - S r: p = <s, e> of unit slots, those of any length over theirs,
+    square = |e|^2, inverse = 1 / |s|, read = r."""
     if keep is None or inverse is None:
         return _turn(p, read, rate, square, False)
     b = rate * read
-    return keep - b * p * inverse * inverse, b
+    return keep - b * p * inverse, b
 
 
 class _Decoded(torch.autograd.Function):
@@ -172,16 +169,17 @@ class _Decoded(torch.autograd.Function):
         keeps = [None] * k.shape[1] if keep is None else keep.unbind(1)
         tokens = (x.unbind(1) for x in (k, v[..., None], q[..., None], step))
         for key, value, asked, rate, stay in zip(*tokens, keeps, strict=True):
-            length, read, inverse = one, key, None
+            read, inverse = key, None
             if stay is not None:
-                length = state.square().sum(-2)
-                inverse = _inverse(length)
+                inverse = inverse_length(state.square().sum(-2))
                 read = key * inverse
             error = torch.baddbmm(value, state, read[..., None], alpha=-1)
             p, square = torch.bmm(error.mT, state)[:, 0], error.square().sum(-2)
+            p = p if inverse is None else p * inverse
             a, b = _decoded(p, square, inverse, read, rate, stay)
             state = torch.baddbmm(state * a[:, None, :], error, b[:, None, :])
-            made.append((torch.bmm(state, asked)[..., 0], a, b, error[..., 0], p, square, length))
+            inverse = one if inverse is None else inverse
+            made.append((torch.bmm(state, asked)[..., 0], a, b, error[..., 0], p, square, inverse))
         out, *met = (torch.stack(x, 1) if x[0].ndim else one for x in zip(*made, strict=True))
         ctx.save_for_backward(start, k, q, step, keep, *met)
         return out, state
@@ -190,24 +188,25 @@ class _Decoded(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise AxesError(_FIRST)
-        start, k, q, step, keep, kept, written, errors, p, square, length = ctx.saved_tensors
+        start, k, q, step, keep, kept, written, errors, p, square, inverse = ctx.saved_tensors
         free = keep is not None
-        inputs = [x.detach().requires_grad_() for x in (p, square.expand_as(p), length.expand_as(p), k, step)]
+        # a slot's length is differentiated by its logarithm: what is divided by |s| three times would leave the dtype
+        inputs = [x.detach().requires_grad_() for x in (p, square.expand_as(p), torch.zeros_like(p), k, step)]
         stay = None if keep is None else keep.detach().requires_grad_()
         with torch.enable_grad():
-            found, squares, lengths, keys, rates = inputs
-            inverse = None if stay is None else _inverse(lengths)
-            r = keys if inverse is None else keys * inverse
-            a, b = _decoded(found, squares, inverse, r, rates, stay)
+            found, squares, logs, keys, rates = inputs
+            per_length = None if stay is None else inverse * torch.exp(-logs)
+            r = keys if per_length is None else keys * per_length
+            a, b = _decoded(found, squares, per_length, r, rates, stay)
 
         def slopes(y: Tensor) -> list[tuple[Tensor, ...]]:
-            """In p, |e|^2 and |s|^2, token by token (N, d_k)."""
+            """In p, |e|^2 and log |s|, token by token (N, d_k)."""
             one = torch.ones_like(y)
             by = torch.autograd.grad(y, inputs[:3], one, retain_graph=True, allow_unused=True, materialize_grads=True)
             return [x.unbind(1) for x in by]
 
         (a_p, a_e, a_s), (b_p, b_e, b_s) = slopes(a), slopes(b)
-        r_s = slopes(r)[2] if free else ()
+        r_s, inverses, shares = (slopes(r)[2], inverse.unbind(1), p.unbind(1)) if free else ((), (), ())
         reads, now, value = (x.unbind(1) for x in (r.detach()[..., None, :], kept[..., None, :], errors[..., None]))
         rows, columns = (x.unbind(1) for x in (written[..., None, :], written[..., None]))
         by_out, into = given
@@ -223,17 +222,18 @@ class _Decoded(torch.autograd.Function):
             into = torch.baddbmm(into, heard[t], asks[t])
             by_a, by_b = (into * state).sum(-2), torch.bmm(error.mT, into)[:, 0]
             by_p = torch.addcmul(a_p[t] * by_a, b_p[t], by_b)
-            by_e = torch.baddbmm(torch.bmm(into, columns[t]), state, by_p[..., None])
+            by_s = by_p * inverses[t] if free else by_p  # of <s, e>
+            by_e = torch.baddbmm(torch.bmm(into, columns[t]), state, by_s[..., None])
             if not free:  # the length of an error acts on unit slots alone
                 by_square = torch.addcmul(a_e[t] * by_a, b_e[t], by_b).sum(-1)[:, None, None]
                 by_e = torch.addcmul(by_e, by_square, error, value=2)
             by_r = torch.bmm(by_e.mT, state)[:, 0].neg()
-            into = torch.baddbmm(into * now[t], error, by_p[:, None])
+            into = torch.baddbmm(into * now[t], error, by_s[:, None])
             into = torch.baddbmm(into, by_e, reads[t], alpha=-1)
             if free:
-                by_length = torch.addcmul(a_s[t] * by_a, r_s[t], by_r)
-                by_length = torch.addcmul(by_length, b_s[t], by_b)
-                into = torch.addcmul(into, state, by_length[:, None], value=2)
+                by_log = torch.addcmul(a_s[t] * by_a, r_s[t], by_r)
+                by_log = torch.addcmul(by_log, b_s[t], by_b) - by_p * shares[t]
+                into = torch.addcmul(into, state * inverses[t][:, None], (by_log * inverses[t])[:, None])
             for xs, x in zip(asked, (by_a, by_b, by_e[..., 0], by_r), strict=True):
                 xs.append(x)
         by_a, by_b, by_e, by_r = (torch.stack(xs[::-1], 1) for xs in asked)

@@ -25,7 +25,7 @@ from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import Leaves
-from axes.core.monoids import Diagonal, Element, Hadamard, product, rotate
+from axes.core.monoids import Diagonal, Element, Hadamard, finite_logs, product, rotate
 from axes.core.rates import Per, Rate, Signal, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import ShapeError
@@ -534,6 +534,7 @@ def _gates_of_entries(
             assert isinstance(f.gate, Per)
             spectrum = _same_for_all(_tensor(signal, f.gate.name))
             if f.times is not None:
+                spectrum = finite_logs(spectrum)
                 times = torch.as_tensor(resolve(f.times, signal), device=t.v.device).expand(t.v.shape)
             continue
         element = f.element(signal, 1.0, t.k[..., None, :])

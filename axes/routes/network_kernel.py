@@ -19,7 +19,7 @@ from axes.core.execution import State
 from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import gates
-from axes.core.memory import Leaves
+from axes.core.memory import Leaves, mean_gate
 from axes.core.monoids import Identity
 from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import StateUpdate
@@ -156,7 +156,7 @@ def numbers(update: StateUpdate, signal: Signal, k: Tensor, shape: torch.Size) -
     if r.ndim == 4 or g is not None and g.ndim == 4:  # W2, whose rows are hidden units, takes means
         by_rows = [torch.zeros_like(r) if g is None else g, r]
         by_rows = [x if x.ndim == 4 else x[..., None].expand(shape) for x in by_rows]
-        g = g if g is None or g.ndim == 3 else g.exp().mean(-1).log()
+        g = g if g is None or g.ndim == 3 else mean_gate(g, -1, keepdim=False)
         r = r if r.ndim == 3 else r.mean(-1)
     kept, left = _decays(g, r)
     c, b = left * _blocks(r)[..., None, :], None

@@ -125,6 +125,46 @@ def test_where_nobody_may_look_zeros_stand_in(name: str, monkeypatch: pytest.Mon
         assert n in ("q", "bonus") or all(x[0, 0].isnan().all() for x in after.theta if x.is_floating_point()), n
 
 
+@pytest.mark.parametrize("name", ["ttt-mlp", "titans", "yaad", "mamba2"])
+def test_zeros_stand_in_for_two_layers_on_every_device(name: str) -> None:
+    """Where no kernel of theirs runs; for others where a CPU does not look. A device without numbers says which."""
+    signal = {n: x.movedim(1, 2).to("meta") for n, x in _signal(name).items() if isinstance(x, Tensor)}
+    update, given = SYSTEMS[name].update, []
+    state = update.init({n: x[:, :, 0] for n, x in signal.items()})
+
+    def route(update: object, signal: dict[str, Tensor], state: object) -> tuple[Tensor, object]:
+        given.append(signal)
+        return signal["v"], state
+
+    finite.contained(route, update, signal, state, 2)  # type: ignore[arg-type]
+    assert (given[0]["v"] is not signal["v"]) == (name != "mamba2")
+
+
+@pytest.mark.parametrize("at", [5, 15, 16, 33])
+@pytest.mark.parametrize("name", ["ttt-mlp", "titans", "yaad", "memora"])
+def test_zeros_stand_in_for_two_layers(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every place of a block between anchors, and behind a state that stands inside of one; the next call goes on
+    with what is lost."""
+    update = SYSTEMS[name].update
+    made = example(update, batch=(2, 2), length=40, d_k=D, d_v=D)
+    signal = {n: x.movedim(2, 1).contiguous() for n, x in made.items() if isinstance(x, Tensor)}
+    parts = [{n: x[:, i:j] for n, x in signal.items()} for i, j in ((0, 3), (3, 40))]
+    monkeypatch.setattr(finite, "_may_look", lambda x: False)
+    _, state = dispatch.run(update, parts[0], implementation="torch")
+    whole, last = dispatch.run(update, parts[1], state, implementation="torch")
+    for n in ("k", "v"):
+        bad = parts[1][n].clone()
+        bad[0, at, 0, 0] = math.nan
+        out, after = dispatch.run(update, {**parts[1], n: bad}, state, implementation="torch")
+        unlike = _unlike(out, whole)
+        assert not unlike[1].any() and not unlike[0, :, 1].any() and not unlike[0, :at].any()
+        assert out[0, at:, 0].isnan().all()
+        later, _ = dispatch.run(update, parts[1], after, implementation="torch")
+        fine, _ = dispatch.run(update, parts[1], last, implementation="torch")
+        unlike = _unlike(later, fine)
+        assert later[0, :, 0].isnan().all() and not unlike[1].any() and not unlike[0, :, 1].any()
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_layers_keep_it_behind_its_token_and_in_its_sequence(name: str) -> None:
     """Convolutions, norms and projections around the recurrence included."""
@@ -260,11 +300,65 @@ def test_where_nobody_may_look_no_token_is_none_that_spoils(monkeypatch: pytest.
 # ---- told if asked for -----------------------------------------------------------------------------------------------
 
 
+def _named(name: str, value: str, sequence: int, head: int, entry: tuple[int, ...], time: int = 1) -> str:
+    place = f"at token {entry[time]} of sequence {sequence} and head {head}, entry {entry}"
+    return re.escape(f"{name} is not finite: {value} {place}")
+
+
+@pytest.mark.parametrize("time", [0, 1, 2])
+def test_check_finite_names_sequence_head_and_token(time: int) -> None:
+    """Of every input and of what overflows, wherever time stands; a constant has none of these."""
+    update = SYSTEMS["gated-delta-net"].update
+    signal = {n: x.movedim(1, time) for n, x in _signal("gated-delta-net").items() if isinstance(x, Tensor)}
+    entry = [1, 1]
+    entry.insert(time, AT)
+    for n, x in signal.items():
+        bad = x.clone()
+        bad[tuple(entry)] = math.nan
+        where = (*entry, *[0] * (x.ndim - 3))
+        with pytest.raises(NotFiniteError, match=_named(n, "nan", 1, 1, where, time)):
+            dispatch.run(update, {**signal, n: bad}, time=time, check_finite=True)
+    large = {n: x.clone() for n, x in signal.items()}
+    large["v"][tuple(entry)], large["q"][tuple(entry)] = 1e200, 1e200
+    said = rf"the output is not finite: (nan|-?inf) at token {AT} of sequence 1 and head 1, entry"
+    with pytest.raises(NotFiniteError, match=said):
+        dispatch.run(update, large, time=time, check_finite=True)
+
+
+def test_check_finite_of_several_writes_and_of_sequences_without_heads() -> None:
+    update = SYSTEMS["delta-product"].update
+    signal = _signal("delta-product")
+    bad = signal["k"].clone()  # type: ignore[union-attr]
+    bad[0, AT, 1, 1, 2] = math.inf
+    with pytest.raises(NotFiniteError, match=_named("k", "inf", 0, 1, (0, AT, 1, 1, 2))):
+        dispatch.run(update, {**signal, "k": bad}, check_finite=True)
+    update = SYSTEMS["linear-attention"].update
+    alone = {n: x[:, :, 0].clone() if isinstance(x, Tensor) else x for n, x in _signal("linear-attention").items()}
+    alone["v"][1, AT, 2] = math.nan  # type: ignore[index]
+    with pytest.raises(NotFiniteError, match=re.escape(f"nan at token {AT} of sequence 1, entry (1, {AT}, 2)")):
+        dispatch.run(update, alone, check_finite=True)
+
+
+def test_a_layer_names_the_head_whose_read_is_not_finite() -> None:
+    layer = GatedDeltaNet(8, heads=2, check_finite=True)
+    true = layer._recur
+
+    def spoilt(signal: dict[str, Tensor], memory: object) -> tuple[Tensor, object]:
+        out, after = true(signal, memory)  # type: ignore[arg-type]
+        out = out.clone()
+        out[1, AT, 1, 2] = math.inf
+        return out, after
+
+    layer._recur = spoilt  # type: ignore[assignment,method-assign]
+    with pytest.raises(NotFiniteError, match="GatedDeltaNet: " + _named("what is read", "inf", 1, 1, (1, AT, 1, 2))):
+        layer(torch.randn(2, LENGTH, 8))
+
+
 def test_check_finite_names_the_token() -> None:
     update, signal = YaadMatrix.update, _signal("yaad-matrix")
     given = {**signal, "v": _spoilt(signal["v"], math.inf)}  # type: ignore[arg-type]
     assert dispatch.run(update, given)[0].isfinite().all()  # one more outlier
-    with pytest.raises(NotFiniteError, match=re.escape(f"v is not finite: inf at token {AT}, entry (0, {AT}, 0, 0)")):
+    with pytest.raises(NotFiniteError, match=_named("v", "inf", 0, 0, (0, AT, 0, 0))):
         dispatch.run(update, given, check_finite=True)
     shut = {**signal, "decay": _spoilt(signal["decay"], -math.inf)}  # type: ignore[arg-type]
     assert dispatch.run(update, shut, check_finite=True)[0].isfinite().all()
@@ -277,12 +371,14 @@ def test_check_finite_of_packed_sequences() -> None:
     update = SYSTEMS["delta-net"].update
     state = update.init({n: x[0, :2] for n, x in signal.items() if isinstance(x, Tensor)})
     signal["beta"] = _spoilt(signal["beta"], math.nan)  # type: ignore[arg-type]
-    with pytest.raises(NotFiniteError, match=f"run_packed: beta is not finite: nan at token {AT}"):
+    place = f"at token {AT} of the packed ones, {AT - 5} of sequence 1 and head 0, entry (0, {AT}, 0) of"
+    with pytest.raises(NotFiniteError, match=re.escape(f"run_packed: beta is not finite: nan {place}")):
         dispatch.run_packed(update, signal, state, torch.tensor([0, 5, LENGTH]), check_finite=True)
     signal |= {"beta": 0 * signal["beta"].nan_to_num(), "q": signal["q"].clone()}  # type: ignore[union-attr]
     signal["q"][0, AT, 1] = 1e308  # type: ignore[index]
     large = state._replace(theta=(torch.full_like(state.theta[0], 1e10),))
-    with pytest.raises(NotFiniteError, match=re.escape(f"output is not finite: inf at token {AT}, entry (0, {AT}, 1")):
+    place = f"at token {AT} of the packed ones, {AT - 5} of sequence 1 and head 1, entry (0, {AT}, 1"
+    with pytest.raises(NotFiniteError, match=re.escape(f"output is not finite: inf {place}")):
         dispatch.run_packed(update, signal, large, torch.tensor([0, 5, LENGTH]), check_finite=True)
 
 
@@ -293,7 +389,7 @@ def test_layers_say_what_is_not_finite(cls: type) -> None:
     y, state = layer(x)
     assert y.isfinite().all()
     x[1, AT, 3] = math.inf
-    named = f"{cls.__name__}: x is not finite: inf at token {AT}, entry (1, {AT}, 3)"
+    named = f"{cls.__name__}: x is not finite: inf at token {AT} of sequence 1, entry (1, {AT}, 3)"
     with pytest.raises(NotFiniteError, match=re.escape(named)):
         layer(x)
     with pytest.raises(NotFiniteError, match=f"{cls.__name__}: x is not finite"):

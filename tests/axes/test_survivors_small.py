@@ -129,7 +129,8 @@ def test_nesterov_of_the_last_filter_leaves_those_before_it() -> None:
 def test_the_first_token_that_is_not_finite_is_named() -> None:
     x = torch.zeros(2, 6, 3)
     x[0, 4, 1], x[1, 2, 0] = math.inf, math.nan
-    with pytest.raises(NotFiniteError, match=r"f: v is not finite: nan at token 2, entry \(1, 2, 0\) of \(2, 6, 3\)"):
+    place = r"token 2 of sequence 1, entry \(1, 2, 0\) of \(2, 6, 3\)"
+    with pytest.raises(NotFiniteError, match=f"f: v is not finite: nan at {place}"):
         require_finite("f", {"v": x})
     with pytest.raises(NotFiniteError, match=r"f: lr is not finite: nan, entry \(1,\) of \(2,\)$"):
         require_finite("f", {"lr": torch.tensor([0.0, math.nan])})

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from axes.core.geometry.bregman import (
@@ -29,7 +30,7 @@ class Sphere(EuclideanOn):
     """h = |W|^2 / 2 on spheres: W = radius * theta / |theta|, per row, per column (slot) or for the whole leaf.
 
     This is the nearest point of the sphere. radius None is sqrt(number of entries normalised together): RMSNorm.
-    A zero row stays zero.
+    A zero row stays zero, with derivative zero.
 
     Source: Lattice, eq. 14 (columns, agile) and eq. 8 (columns, lazy). Differs: divides by the true norm, with `TINY`
     = 1e-24 added to its square.
@@ -62,7 +63,10 @@ class Sphere(EuclideanOn):
         if self.matrix:
             require_matrix(self, theta)
         x = wide(theta)
-        return (x * (self._radius(x) * (self._square(x) + TINY).rsqrt())).to(theta.dtype)
+        square = self._square(x)
+        # what has no direction has no derivative either: 1 / sqrt(TINY) a token would leave float32 in four
+        over = torch.where(square == 0, 0.0, (square + TINY).rsqrt())
+        return (x * (self._radius(x) * over)).to(theta.dtype)
 
     def contains(self, w: Tensor, tol: float = 1e-6) -> Tensor:
         return ((self._square(wide(w)).sqrt() - self._radius(w)).abs() <= tol).all(leaf_dims(w))

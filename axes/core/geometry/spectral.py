@@ -47,7 +47,8 @@ class Spectral(EuclideanOn):
     scale: None (1), "original" sqrt(max(1, m/n)), "match_rms_adamw" 0.2 sqrt(max(m, n)), "spectral" sqrt(m/n) for
     theta (..., m, n). precision: "bfloat16" runs the polynomials in bfloat16 whatever the input. form: how they are
     evaluated, "direct" or "gram", see `axes.linalg.newton_schulz`; the two differ by rounding.
-    On a filter it is Muon's direction; agile with the exact polar it is the projection of a state. Zero stays zero.
+    On a filter it is Muon's direction; agile with the exact polar it is the projection of a state. Zero stays zero,
+    with derivative zero.
 
     Derivatives: the polynomials are differentiated as they are; the polar factor has the derivatives of
     theta (theta^T theta)^{-1/2} on the kept singular values, finite also where they coincide.
