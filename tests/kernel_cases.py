@@ -50,6 +50,7 @@ from axes.kernels.products.symmetric import symmetric_product
 from axes.kernels.recurrent.chain import recurrent_chain
 from axes.kernels.recurrent.matrix import matrix_chain
 from axes.kernels.recurrent.sizes import CELLS
+from axes.kernels.rows.aside import set_aside
 from axes.kernels.rows.gated import gated
 from axes.kernels.rows.mass import over_mass
 from axes.kernels.rows.norm import add_norm
@@ -105,6 +106,10 @@ def scaled(shape: tuple[int, ...]) -> Callable[[], None]:
         scale_backward(x, x, by, True, True)
 
     return run
+
+
+def kept_apart(d: int, gate: bool) -> Callable[[], None]:
+    return lambda: both(set_aside(torch.randn(2, 64, 4, d, dtype=HALF, requires_grad=True), gate)[:1])
 
 
 def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -> Callable[[], None]:
@@ -612,6 +617,8 @@ CASES: dict[str, Callable[[], None]] = {
     "gated network": gated_network,
     "scaled vectors": scaled((2, 64, 4, 1)),
     "scaled entries": scaled((2, 64, 4, 128)),
+    "set aside": kept_apart(128, False),
+    "set aside, gates": kept_apart(1, True),
 }
 
 # ---- one kernel at several sizes -------------------------------------------------------------------------------------

@@ -57,10 +57,7 @@ def _set_aside(run: Run, update: StateUpdate, signal: Tokens, state: State, batc
     for name, x in signal.items():
         if not isinstance(x, Tensor) or x.ndim <= batch or not x.is_floating_point():
             continue
-        gate = name in logs  # of which zero is no accident
-        clean[name] = x.nan_to_num(0.0, 0.0, float("-inf") if gate else 0.0)
-        seen = (x.detach().clamp_min(0) if gate else x.detach())[(..., *[None] * (x.ndim == batch + 1))]
-        bad = ~(torch.linalg.vector_norm(seen.flatten(batch + 1), float("inf"), -1) < float("inf"))
+        clean[name], bad = _apart(x, batch, name in logs)
         if name == "q":  # memories do not hear of it
             asked = bad
         else:
@@ -71,6 +68,20 @@ def _set_aside(run: Run, update: StateUpdate, signal: Tokens, state: State, batc
     theta = (x.masked_fill(_of(lost, x), float("nan")) if x.is_floating_point() else x for x in after.theta)
     none = (behind | asked)[(..., *[None] * (out.ndim - batch - 1))]
     return out.masked_fill(none, float("nan")), after._replace(theta=tuple(theta))
+
+
+def _apart(x: Tensor, batch: int, gate: bool) -> tuple[Tensor, Tensor]:
+    """x with zeros for what is not finite, and whose features had some. gate: of logs, of which -inf is no accident."""
+    features = x[(..., *[None] * (x.ndim == batch + 1))]
+    if x.is_cuda:
+        from axes.kernels.rows.aside import fits, set_aside  # triton is imported on first use
+
+        if features.ndim == batch + 2 and fits(features):
+            clean, bad = set_aside(features, gate)
+            return clean.view_as(x), bad
+    clean = x.nan_to_num(0.0, 0.0, float("-inf") if gate else 0.0)
+    seen = features.detach().clamp_min(0) if gate else features.detach()
+    return clean, ~(torch.linalg.vector_norm(seen.flatten(batch + 1), float("inf"), -1) < float("inf"))
 
 
 def _of(lost: Tensor, leaf: Tensor) -> Tensor:

@@ -93,6 +93,36 @@ for shape in ((1, 32), (3, 5, 96), (50, 128)):  # the last is more than a progra
 """
 
 
+ASIDE = """
+import math, torch
+from axes.kernels.rows.aside import fits, set_aside
+torch.manual_seed(0)
+inf = math.inf
+layouts = (lambda x: x, lambda x: x.movedim(-2, 0).contiguous().movedim(0, -2),
+           lambda x: torch.stack([x, x], -2)[..., 1, :], lambda x: x[:1].expand(x.shape))
+for i, shape in enumerate(((2, 3, 50, 8), (1, 1, 1, 1), (2, 3, 7, 100), (5, 1), (3, 5, 64), (2, 2, 1500, 1))):
+    for j, laid in enumerate(layouts):
+        dtype, gate = (torch.float32, torch.float16, torch.bfloat16)[(i + j) % 3], (i + j) % 2 == 1
+        x = torch.randn(shape).to(dtype)
+        for value in (math.nan, inf, -inf):
+            x.view(-1)[torch.randint(x.numel(), (max(x.numel() // 40, 1),))] = value
+        x = laid(x).requires_grad_()
+        made, bad = set_aside(x, gate)
+        fine = x.isfinite() | (gate & (x == -inf))
+        assert torch.equal(made, torch.where(fine, x, 0.0)) and made.dtype == dtype
+        assert torch.equal(bad, ~fine.all(-1)) and bad.dtype == torch.bool and not bad.requires_grad
+        along = torch.randn(shape).to(dtype)
+        assert torch.equal(torch.autograd.grad(made, x, along)[0], along)
+        orders = sorted(range(x.ndim - 1), key=x.stride), sorted(range(x.ndim - 1), key=made.stride)
+        assert 0 in x.stride() or 1 in shape or orders[0] == orders[1]  # no kernel behind it copies anew
+assert not fits(x)  # on a CPU torch does it
+"""
+
+
+def test_what_is_not_finite_is_set_aside_and_known() -> None:
+    interpret(ASIDE)
+
+
 def test_scaled_vectors_and_both_gradients_equal_float64() -> None:
     interpret(SCALED)
 
