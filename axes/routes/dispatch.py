@@ -456,7 +456,7 @@ def _execute(
     if state is None:
         state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
     route = _route(choice, batch)
-    if choice.implementation == "triton":
+    if choice.implementation == "triton" or q.is_cuda and attention.reads_again(update, moved):
         out, state = route(update, moved, state)
     else:
         out, state = contained(route, update, moved, state, batch)

@@ -3,11 +3,11 @@
 Routes multiply whole chunks by masked matrices, and zero times not-a-number is not zero: a NaN at one token would reach
 the tokens before it. So the outputs of a sequence are looked at once, by their sum. Where that is not finite the
 sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. Where a
-compiler follows a route on a CPU nothing depends on a number: the route is given zeros in the place of values that are
-not finite, and from their token on a head's outputs and its memory are NaN. On a GPU, where a look would wait for the
-device, kernels have a remedy of their own (`axes.kernels.contain`), and zeros stand in for torch's route of memories of
-two layers; torch's other routes there and kernels of two layers have none: a NaN may reach earlier tokens of its chunk,
-never an earlier chunk, another sequence or head.
+compiler follows a route on a CPU, and on a GPU, where a look would wait for the device, nothing depends on a number:
+torch's routes are given zeros in the place of values that are not finite, and from their token on a head's outputs and
+its memory are NaN. Kernels have a remedy of their own (`axes.kernels.contain`), torch's fused attention on a GPU as
+well; those of two layers have none: a NaN may reach earlier tokens of its chunk, never an earlier chunk, another
+sequence or head.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def contained(run: Run, update: StateUpdate, signal: Tokens, state: State, batch
     q = signal["q"]
     assert isinstance(q, Tensor)
     if not _may_look(q):
-        # beside two layers, of which every token is read through, one more pass over inputs is little
-        aside = q.device.type == "cpu" or update.parts().memory.upper is not None
-        return _set_aside(run, update, signal, state, batch) if aside else run(update, signal, state)
+        return _set_aside(run, update, signal, state, batch)
     out, after = run(update, signal, state)
     if is_finite(out):
         return out, after

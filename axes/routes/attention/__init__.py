@@ -88,6 +88,17 @@ def by_blocks(update: StateUpdate) -> bool:
     return h.is_identity or memory.window is not None or not plain
 
 
+def reads_again(update: StateUpdate, signal: Mapping[str, Tensor | float]) -> bool:
+    """Whether torch's fused attention takes the scores on a GPU, so that a kernel behind it reads again what queries
+    lost to values that are not finite."""
+    _, h, monoid, _, memory = update.parts()
+    if not isinstance(memory, List) or h.is_identity or update.drive_sees_state:
+        return False
+    q, v = (x for x in (signal["q"], signal["v"]) if isinstance(x, Tensor))
+    narrow = max(q.shape[-1], v.shape[-1]) <= softmax.WIDEST and v.dtype in versions.DTYPES
+    return narrow and gates(monoid) <= {"identity", "rotation"}
+
+
 def by_kernels(update: StateUpdate) -> str:
     """What the kernels do where they take part."""
     kinds = gates(update.parts().monoid)
