@@ -45,6 +45,7 @@ from axes.kernels.levels.inside import levels_inside
 from axes.kernels.network import hopper_hold
 from axes.kernels.network.chain import Terms, network_chain
 from axes.kernels.products import hopper_symmetric
+from axes.kernels.products.iterated import newton_schulz
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
 from axes.kernels.recurrent.chain import recurrent_chain
@@ -483,6 +484,14 @@ def rotations() -> None:
         both((cayley(torch.randn(2, 600, n, n, requires_grad=True), 0.1, centred),))
 
 
+def iterations(m: int, n: int, polynomials: int) -> Callable[[], None]:
+    def run() -> None:
+        triples = tuple((2.0, -1.5, 0.1 * i) for i in range(polynomials))
+        both((newton_schulz(torch.randn(600, m, n, requires_grad=True), triples, 8),))
+
+    return run
+
+
 def masses() -> None:
     for dtype, floor in ((HALF, 0.0), (FULL, 0.0), (HALF, 1.0)):
         y, mass = (torch.randn(2, 64, 2, n, dtype=dtype, requires_grad=True) for n in (128, 1))
@@ -608,6 +617,9 @@ CASES: dict[str, Callable[[], None]] = {
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "cayley": rotations,
+    "iterations 32": iterations(32, 32, 1),
+    "iterations 16": iterations(16, 16, 8),
+    "iterations 20 x 7": iterations(20, 7, 1),
     "over mass": masses,
     "adamw": adamw(FULL),
     "adamw 24 bit, 8 bit": adamw(HALF, master="24bit", moments="8bit"),

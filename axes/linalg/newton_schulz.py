@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from axes.kernels.common import versions
+from axes.kernels.products import LARGEST_SIDE, MOST_POLYNOMIALS
 from axes.linalg import symmetric
+from axes.linalg.formulas import by_formula
 
 Triple = tuple[float, float, float]
 Form = Literal["direct", "gram"]
@@ -192,6 +194,42 @@ class Start(NamedTuple):
         return torch.where(_is_zero(x), torch.inf, found) if _differentiated(x) else found
 
 
+# ---- in one launch ---------------------------------------------------------------------------------------------------
+# A step of small matrices is three products that a GPU is through with before the host has asked for the next. Along a
+# sequence whose state itself is made orthogonal that is every token's: 33 launches of eight steps, each differentiated.
+
+
+def no_kernel(x: Tensor, start: Start, schedule: Sequence[Triple] | Moving) -> str | None:
+    """Why no kernel takes all steps of a stack (..., m, n) at once, or None if one does."""
+    reason = versions.refusal(x.device)
+    if reason is not None:
+        return reason
+    if x.dtype != torch.float32:
+        return f"the kernel iterates in float32, not {x.dtype}"
+    if max(x.shape[-2:]) > LARGEST_SIDE:
+        return f"sides are at most {LARGEST_SIDE}, not {tuple(x.shape[-2:])}"
+    if isinstance(schedule, Moving) or isinstance(start.floor, Tensor):
+        return "the kernel takes numbers of the host"
+    if len(_changing(schedule)) > MOST_POLYNOMIALS:
+        return f"the kernel takes up to {MOST_POLYNOMIALS} different polynomials"
+    if not (torch.compiler.is_compiling() or by_formula(x)):
+        return "transformations of torch.func, forward mode and subclasses of tensors follow torch's products"
+    return None
+
+
+def in_one_launch(x: Tensor, start: Start, schedule: Sequence[Triple], size: float) -> Tensor:
+    """The iteration of a stack that `no_kernel` has nothing against, x normalised by `start`, times size."""
+    from axes.kernels.products.iterated import newton_schulz  # triton is imported on first use
+
+    return newton_schulz(x, tuple(_changing(schedule)), len(schedule), *start, size)  # type: ignore[arg-type]
+
+
+def _changing(schedule: Sequence[Triple]) -> Sequence[Triple]:
+    """Without those at the end that are the last one again."""
+    last = next((i for i in reversed(range(len(schedule))) if schedule[i] != schedule[-1]), -1)
+    return schedule[: last + 2]
+
+
 class Moving(NamedTuple):
     """`steps` times one polynomial whose (a, b, c) are numbers of a device, which may be others at every replay.
 
@@ -261,6 +299,7 @@ def iterate(
 ) -> list[Tensor]:
     """The iteration on stacks (..., m_i, n_i), m_i <= n_i, of any sizes, normalised by `start`, times sizes.
 
+    What `no_kernel` has nothing against, small float32 matrices on a GPU, is one launch a stack in either form. Else
     "direct" is one product after the other, as they are written, and the result in `dtype` before it is scaled.
     "gram" takes the Gram form where that is cheaper and as accurate: for rectangles in float32 and float64, and for
     16-bit matrices on a GPU, where results are float16, for rectangles and whatever the kernel of
@@ -275,7 +314,10 @@ def iterate(
     out = list(stacks)
     pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(stacks):
-        pools.setdefault((x.shape[-2], x.dtype, x.device), []).append(i)
+        if no_kernel(x, start, schedule) is None:
+            out[i] = in_one_launch(x, start, schedule, sizes[i]).to(dtype)  # type: ignore[arg-type]
+        else:
+            pools.setdefault((x.shape[-2], x.dtype, x.device), []).append(i)
     for (m, _, _), members in pools.items():
         count = sum(stacks[i].shape[:-2].numel() for i in members) if whole is None else whole[m]
         chosen = _gains(stacks, members, count) if form == "gram" else []

@@ -73,7 +73,7 @@ def run(
     axis: Annotated[str, typer.Option(help="Of --update: data, sequence or depth.")] = "sequence",
     against: Annotated[str | None, typer.Option(help="Control of --update, a name of `axes list`.")] = None,
     capture: Annotated[
-        str, typer.Option(help="none; graph: a training step as one CUDA graph, three runs a worker in turn.")
+        str, typer.Option(help="none; graph: a training step as one CUDA graph, up to three runs a worker in turn.")
     ] = "none",
 ) -> None:
     """Train arms and controls on the same batches and compare them; a run that was stopped or killed goes on."""
@@ -97,7 +97,7 @@ def run(
     folder = out if out is not None else Path("runs") / ("transfer" if form == "whole" else f"transfer-{form}")
     count = workers if workers is not None else 4 if device.startswith("cuda") else min(8, os.cpu_count() or 1)
     command = shlex.join(["axes", *sys.argv[1:]])
-    console = _console(100)
+    console = _console(130)
     try:
         results = _with_progress(plan, folder, count, command, console, None if limit is None else begun + limit)
     except RunsFailed as error:
@@ -109,8 +109,9 @@ def run(
         typer.echo(f"stopped; finished runs are kept, the same command goes on: {folder}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
     _written(results, ResultsFolder(folder), console)
-    if left := sum(c.get("missing", 0) for c in words.compared(results)):
-        console.print(f"stopped at its limit; at least {left} runs to go: the same command goes on", markup=False)
+    if missing := sum(c.get("missing", 0) for c in words.compared(results)):
+        said = f"stopped at its limit; at least {words.left(missing)}: the same command goes on"
+        console.print(said, markup=False)
 
 
 @app.command(name="report")
@@ -125,7 +126,7 @@ def report_(
     found.plan()
     with found.held():
         results = compile_folder(found)
-    _written(results, found, _console(100))
+    _written(results, found, _console(130))
     if docs is not None:
         write_text(docs, report.markdown(results))
 
@@ -138,7 +139,7 @@ def merge(
     """Put folders together that several GPUs have filled, and say what their runs say."""
     found = ResultsFolder(out)
     put_together([ResultsFolder(path) for path in folders], found)
-    _written(compile_folder(found), found, _console(100))
+    _written(compile_folder(found), found, _console(130))
 
 
 @app.command()

@@ -48,6 +48,7 @@ class ResultsFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """No other process writes here meanwhile. Raises AxesError if one does, or if the folder is somebody else's."""
+        self.require_no_file()
         plan = self.path / _PLAN
         there = [p.name for p in self.path.iterdir()] if self.path.is_dir() and not plan.exists() else []
         if any(name not in (_RUNS, _LOCK) and not is_temporary(name, plan) for name in there):
@@ -68,6 +69,11 @@ class ResultsFolder:
         finally:
             lock.release()
 
+    def require_no_file(self) -> None:
+        """AxesError where something that is no folder has its name."""
+        if self.path.exists() and not self.path.is_dir():
+            raise AxesError(f"{self} is a file, and results are a folder: choose another --out")
+
     def begin(self, plan: Plan, command: str = "") -> dict[str, Any]:
         """Write down what is run here, or add it to what was. Raises AxesError for another version or plan."""
         described = described_plan(plan, command)
@@ -84,7 +90,8 @@ class ResultsFolder:
         """What is run here. Raises AxesError if nothing is, or another version of the format."""
         path = self.path / _PLAN
         if not path.exists():
-            raise AxesError(f"{self} holds no results of `axes transfer run`: there is no {_PLAN}")
+            kind = "is no folder" if not self.path.is_dir() else f"holds no {_PLAN}"
+            raise AxesError(f"{self} {kind}: it holds no results of `axes transfer run`")
         try:
             found: dict[str, Any] = read_json(path)
             version = found["format"]
@@ -155,10 +162,14 @@ def put_together(sources: Sequence[ResultsFolder], out: ResultsFolder) -> None:
     measured follows from a sweep, and on a GPU two sweeps may choose two rates. Those that calibrate on a trial stay
     together, since one of them may have the rate of another.
 
-    Raises AxesError: a folder holds no results, or of another version, form, number of seeds, device, way to step,
-    torch or plan than the first; `out` holds something; a folder is being written.
+    Raises AxesError: a folder is given twice, holds no results, or of another version, form, number of seeds, device,
+    way to step, torch or plan than the first; `out` holds something; a folder is being written.
     """
+    places = [source.path.resolve() for source in sources]
+    if twice := next((s for i, s in enumerate(sources) if places[i] in places[:i]), None):
+        raise AxesError(f"{twice} is given twice: name every folder once")
     plan = functools.reduce(partial(_fitting, sources[0]), sources[1:], sources[0].plan())
+    out.require_no_file()
     if out.path.exists() and any(out.path.iterdir()):
         raise AxesError(f"{out} is not empty: folders are put together in a new one, choose another --out")
     calibrating = {(c["task"], system) for c in plan["calibrations"].values() for system in c["systems"]}

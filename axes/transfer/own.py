@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 
 from axes import catalogue
@@ -63,6 +64,10 @@ def tuple_of(spec: str) -> StateUpdate:
         found = importlib.import_module(module)
     except ImportError as error:
         raise AxesError(f"--update {spec}: cannot import {module}: {error}") from None
+    except Exception as error:  # of somebody's own module, whose line it is that counts
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({last.filename}, line {last.lineno})" * (not isinstance(error, SyntaxError))  # which says its own
+        raise AxesError(f"--update {spec}: importing {module} raises {type(error).__name__}: {error}{where}") from error
     if not hasattr(found, name):
         tuples = [n for n, value in vars(found).items() if isinstance(value, StateUpdate)]
         raise UnknownName(f"tuple of {module}", name, tuples)

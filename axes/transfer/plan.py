@@ -30,7 +30,7 @@ QUICK = ("S4", "S5", "D1", "D2", "D3", "L1", "L2", "L5")  # experiments of the q
 _CALIBRATIONS = {"quick": ("parity", "null")}  # of forms that have not all
 _FACTOR, _RATES = 10.0**0.5, 3  # between rates; points of the first grid
 _MORE = {"quick": 0, "small": 1, "whole": 3}  # further points at most
-_TOGETHER = 3  # runs whose graphs are replayed in turn: three small ones fill a GPU's gaps, and fit beside one another
+_TOGETHER = 3  # runs at most whose graphs are replayed in turn: three small ones fill a GPU's gaps, and fit together
 _MOST_SEEDS = 1000
 
 
@@ -112,13 +112,20 @@ class Plan:
             jobs = sweeping if lr is None else [self._job(system, task, lr, seed) for seed in self.measured]
             yield from (job for job in jobs if job.key not in runs)
 
-    def groups(self, jobs: Iterable[Job]) -> list[Group]:
-        """Jobs by what one process takes at once: alone, or where steps are graphs several of a system on a trial."""
-        most, out = _TOGETHER if self.capture == "graph" else 1, list[Group]()
-        for _, mine in itertools.groupby(jobs, lambda job: (job.system.key, job.task)):
-            found = tuple(mine)
-            out += [found[i : i + most] for i in range(0, len(found), most)]
-        return out
+    def groups(self, jobs: Iterable[Job], workers: int) -> list[Group]:
+        """Jobs by what one process takes at once: alone, or where steps are graphs some of a system on a trial.
+
+        What is left takes the fewest rounds of all workers that groups of at most three allow, and fills these: so runs
+        are grouped only where every worker has some. What comes last in the plan is grouped last.
+        """
+        most = _TOGETHER if self.capture == "graph" else 1
+        alike = [tuple(mine) for _, mine in itertools.groupby(jobs, lambda job: (job.system.key, job.task))]
+        counts = [-(-len(mine) // most) for mine in alike]
+        places = -(-sum(counts) // workers) * workers
+        for _ in range(min(places, sum(map(len, alike))) - sum(counts)):
+            widest = max(range(len(alike)), key=lambda i: (-(-len(alike[i]) // counts[i]), i))
+            counts[widest] += 1
+        return [part for mine, count in zip(alike, counts, strict=True) for part in _evenly(mine, count)]
 
     @property
     def measured(self) -> range:
@@ -169,6 +176,13 @@ class Plan:
                     f"{100 * most:g} % apart: what it finds would not be what moved; choose another --task, or a wider "
                     "model"
                 )
+
+
+def _evenly(jobs: Group, count: int) -> Iterator[Group]:
+    """So many parts, longer ones first."""
+    short, extra = divmod(len(jobs), count)
+    ends = [short * i + min(i, extra) for i in range(count + 1)]
+    return (jobs[a:b] for a, b in itertools.pairwise(ends))
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,7 +22,9 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
         table.add_row(c["id"], c["task"], *words.effect(c), words.outcome(c))
     yield table
     head = ("", "task", "arm", "control", "effect", "95 %", "Holm p", "verdict", "FLOPs", "state", "ms")
-    table = Table(*head, title="arm less control, positive where the arm is better; costs are arm over control")
+    table = Table(title="arm less control, positive where the arm is better; costs are arm over control")
+    for name in head:
+        table.add_column(name, overflow="fold")  # a name that is longer than its column goes on below, and is not cut
     for e in results["experiments"]:
         for c in e["compared"]:
             row = (

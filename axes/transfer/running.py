@@ -45,7 +45,7 @@ def run(
     Args:
         plan: as `axes.transfer.plan.planned` makes it.
         out: the folder; it may hold runs of the same plan, or of other experiments with the same settings.
-        workers: processes; on a GPU they share it. 1 runs in this one.
+        workers: processes; on a GPU they share it. 1 runs in this one. What is found does not depend on their number.
         until: of `time.monotonic`; runs that are not done then are given up, and the same call goes on with them.
 
     Raises:
@@ -82,7 +82,7 @@ def _fill(plan: Plan, folder: ResultsFolder, workers: int, watch: Watch, until: 
         left = {group[0].key for group in waiting}
         started.update(job.key for group in offered if group[0].key not in left for job in group)
         jobs = (job for job in plan.wanted(runs) if job.key not in started)
-        offered[:] = [(job,) for job in jobs] if alone else plan.groups(jobs)
+        offered[:] = [(job,) for job in jobs] if alone else plan.groups(jobs, workers)
         waiting.clear()
         waiting.extend(offered)
 

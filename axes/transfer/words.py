@@ -38,9 +38,14 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def left(count: int) -> str:
+    """What a comparison waits for."""
+    return f"{count} run{'s' * (count != 1)} to go"
+
+
 def effect(c: Mapping[str, Any]) -> tuple[str, str]:
     if "effect" not in c:
-        return f"{c['missing']} runs to go", ""
+        return left(c["missing"]), ""
     return f"{c['effect']:+.3f}", f"{c['low']:+.3f} … {c['high']:+.3f}"
 
 
@@ -144,7 +149,7 @@ _METHOD = (
 def said(c: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """In plain words."""
     if "effect" not in c:
-        return f"not finished, {c['missing']} runs to go."
+        return f"not finished, {left(c['missing'])}."
     broke = [f"{note}{_why(c, results)}." for note in _broke(c)]
     if c["verdict"] is None:
         return " ".join(["no verdict.", *broke])
@@ -201,7 +206,7 @@ def summary(results: Mapping[str, Any]) -> list[str]:
     found: dict[str, list[str]] = {}
     for e in results["experiments"]:
         for c in e["compared"]:
-            kind, noted = "missing", f"{c.get('missing')} runs to go"
+            kind, noted = "missing", left(c.get("missing", 0))
             if "effect" in c:
                 if not c["verdict"]:
                     continue

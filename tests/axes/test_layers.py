@@ -44,7 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 # Within a room: the modules that stand in an order, lowest first. A module may import those on its left.
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": (
-        "solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "formulas", "sinkhorn",
+        "solve", "accumulate", "symmetric", "formulas", "newton_schulz", "matrix_roots", "blockwise", "sinkhorn",
         "krylov",
     ),
     "core": (

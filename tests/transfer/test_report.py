@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from axes.cli import main
 from axes.core.algorithms import Step
@@ -90,6 +92,17 @@ def test_no_verdict_without_what_is_known(given: dict[str, Any], said: str) -> N
     assert "it helps" not in text and 'class="v helps"' not in html and said.split()[-1] in text
     if "upto" in given:
         assert "4 runs to go" in text and "4 runs to go" in html
+
+
+def test_names_of_tasks_are_not_cut_in_a_narrow_terminal() -> None:
+    found = results()
+    found["experiments"][0]["compared"][0]["task"] = "multi-query-recall"
+    console = Console(width=100, record=True, file=io.StringIO())
+    _, table = report.tables(found)
+    console.print(table)
+    cells = [line.split("│")[2].strip() for line in console.export_text().splitlines() if line.startswith("│")]
+    assert "multi-query-recall" in "".join(cells)
+    assert words.left(1) == "1 run to go" and words.left(2) == "2 runs to go"
 
 
 def test_a_page_that_needs_nothing_else() -> None:
@@ -201,11 +214,15 @@ def test_ones_own_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnknownName, match="did you mean parity"):
         own(ungated, "sequence", "gated-delta-net", ("party",))
     (tmp_path / "transfer_mine.py").write_text("from axes.optim import SGD\nMINE = SGD.declare()\nOTHER = 1\n")
+    (tmp_path / "transfer_wrong.py").write_text("A = 1\nX = StateUpdat()\n")
+    (tmp_path / "transfer_odd.py").write_text("X = (\n")
     monkeypatch.chdir(tmp_path)
     assert isinstance(tuple_of("transfer_mine:MINE"), StateUpdate)
     for spec, said in (
         ("transfer_mine", "takes module:tuple"), ("transfer_mine:MIN", "did you mean MINE"),
         ("transfer_mine:OTHER", "is a int, not a StateUpdate"), ("no_such_module:X", "cannot import"),
+        ("transfer_wrong:X", r"importing transfer_wrong raises NameError: .*transfer_wrong\.py, line 2"),
+        ("transfer_odd:X", r"importing transfer_odd raises SyntaxError: .*transfer_odd\.py, line 1"),
     ):  # fmt: skip
         with pytest.raises(AxesError, match=said):
             tuple_of(spec)
@@ -219,7 +236,9 @@ def test_ones_own_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("run S1 --device tpu", "unknown device"), ("run S1 --device cuda:7", "torch sees"),
         ("run S1 --against gla", "give both"), ("run --update a:b", "--against NAME"),
         ("run S1 --capture graph", "CUDA graphs"), ("run S1 --workers 0", "--workers must be"),
-        ("report nowhere", "holds no results"), ("report nowhere --docs no/where.md", "does not exist"),
+        ("report nowhere", "nowhere is no folder"), ("report .", ". holds no plan.json"),
+        ("run S4 --quick --out letter", "letter is a file, and results are a folder"),
+        ("report letter", "letter is no folder"), ("report nowhere --docs no/where.md", "does not exist"),
         ("run --update axes.sequence.rwkv7:RWKV7 --against sgd --axis data", "not a StateUpdate"),
     ],
 )  # fmt: skip
@@ -227,8 +246,10 @@ def test_what_is_said_at_the_command_line(
     line: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "letter").write_text("mine")
     with pytest.raises(SystemExit) as stopped:
         main(["transfer", *line.split()])
+    assert (tmp_path / "letter").read_text() == "mine"
     shown = " ".join(capsys.readouterr().err.split())
     assert stopped.value.code == 1 and shown.startswith("error: ") and said in shown, shown
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from axes.errors import AxesError, UnknownName
 from axes.files import write_json
@@ -270,12 +272,66 @@ def test_a_replayed_step_is_the_step(job: Job, graphs: None) -> None:
 def test_graphs_in_a_folder(graphs: None, tmp_path: Path) -> None:
     """Three runs of a system in turn leave what one after another leave."""
     plans = [planned(("D4",), form="quick", capture=way) for way in ("none", "graph")]
-    assert {len(g) for g in plans[0].groups(plans[0].wanted({}))} == {1}
-    assert {len(g) for g in plans[1].groups(plans[1].wanted({}))} == {3}
+    assert {len(g) for g in plans[0].groups(plans[0].wanted({}), 1)} == {1}
+    assert {len(g) for g in plans[1].groups(plans[1].wanted({}), 1)} == {3}
     plain, replayed = (run(plan, tmp_path / plan.capture) for plan in plans)
     values = [{(r["task"], r["system"], r["seed"], r["lr"]): r["value"] for r in x["runs"]} for x in (plain, replayed)]
     assert values[1] == pytest.approx(values[0], abs=1e-4)
     assert {r["times"]["graph"] for r in replayed["runs"]} == {1.0}
+
+
+@given(counts=st.lists(st.integers(1, 8), max_size=6), workers=st.integers(1, 16))
+@example(counts=[3], workers=12)
+@example(counts=[3, 3, 3], workers=4)
+@example(counts=[6, 6], workers=4)
+def test_no_worker_is_idle_while_another_has_several_runs(counts: list[int], workers: int) -> None:
+    plan = planned(("D4",), form="quick", capture="graph")
+    systems = [replace(plan.trained()[0][0], draw=i) for i in range(len(counts))]
+    jobs = [Job(s, "digits", "quick", 0.1, i) for s, n in zip(systems, counts, strict=True) for i in range(n)]
+    groups = plan.groups(jobs, workers)
+    assert list(itertools.chain.from_iterable(groups)) == jobs  # each once, in the order of the plan
+    assert all(len({job.system for job in group}) == 1 and len(group) <= 3 for group in groups)
+    widest = max(map(len, groups), default=1)
+    assert widest == 1 or len(groups) % workers == 0  # every round is full
+    assert -(-len(groups) // workers) == -(-sum(-(-n // 3) for n in counts) // workers)  # and none more than need be
+    plain = replace(plan, capture="none")
+    assert plain.groups(jobs, workers) == [(job,) for job in jobs]
+
+
+def test_runs_that_are_left_are_spread_over_workers() -> None:
+    """The sweeps of one experiment beside the calibrations, and then the seeds of one arm."""
+    plan = planned(("S3",), form="small", capture="graph")
+    sweeps = list(plan.wanted({}))
+    assert [len(plan.groups(sweeps, workers)) for workers in (1, 4, 12, 64)] == [8, 8, 12, 24]
+    seeds = [replace(sweeps[0], seed=seed) for seed in plan.measured]
+    spread = {2: [3, 3], 4: [2, 2, 1, 1], 5: [2, 1, 1, 1, 1], 12: [1] * 6}
+    assert {workers: [*map(len, plan.groups(seeds, workers))] for workers in spread} == spread
+
+
+def test_what_is_found_does_not_depend_on_workers(
+    graphs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stopped with one number of workers and taken up with another; here no processes, which would not know graphs."""
+    plan, seen = planned(("D4",), form="quick", capture="graph"), list[int]()
+
+    def here(work: Any, waiting: Any, workers: int, until: Any) -> Iterator[Any]:
+        while waiting:
+            group = waiting.popleft()
+            seen.append(len(group))
+            yield group, work(group)
+
+    monkeypatch.setattr("axes.transfer.running.side_by_side", here)
+    whole = run(plan, tmp_path / "one")
+
+    def stopping(what: str, done: int, of: int) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, tmp_path / "many", workers=64, watch=stopping)
+    many = run(plan, tmp_path / "many", workers=5)
+    assert seen[:7] == [1] * 7 and max(seen) > 1
+    assert without_times(many) == without_times(whole)
 
 
 def test_what_the_host_says_stays_as_it_was_recorded() -> None:
@@ -415,6 +471,11 @@ def test_folders_are_put_together(tmp_path: Path) -> None:
     assert compile_folder(out) == compile_folder(whole)
     with pytest.raises(AxesError, match="out is not empty"):
         put_together(sources, out)
+    with pytest.raises(AxesError, match="first is given twice"):
+        put_together([*sources, ResultsFolder(tmp_path / "second" / ".." / "first")], ResultsFolder(tmp_path / "twice"))
+    (tmp_path / "letter").write_text("mine")
+    with pytest.raises(AxesError, match="letter is a file"):
+        put_together(sources, ResultsFolder(tmp_path / "letter"))
     for name, other in {
         "version": "0.0.1", "form": "small", "seeds": 4, "device": "cuda", "torch": "1.0", "hardware": "another",
     }.items():  # fmt: skip
