@@ -24,7 +24,7 @@ from axes.tasks import corpus, demonstration, language_modelling
 from axes.tasks import tokens as token_files
 from axes.tasks.configuration import DTYPES, TRACKERS, Configuration
 from axes.tasks.interruption import stop_requested
-from axes.tasks.processes import Processes, joined, launched, leaving
+from axes.tasks.processes import Processes, agreed, joined, launched, leaving
 from axes.tasks.progress import ProgressBar
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate, load_model
@@ -115,8 +115,8 @@ def train(
     dtype: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(DTYPES)}; bfloat16 computes under autocast with float32 parameters, bfloat16-pure keeps "
-            "parameters in it too."
+            help=f"{', '.join(DTYPES)}; bfloat16 computes under autocast with float32 parameters, bfloat16-streams "
+            "keeps the residual streams in it too, bfloat16-pure parameters as well."
         ),
     ] = _default("dtype"),
     text: Annotated[
@@ -165,49 +165,54 @@ def train(
             _refuse_beside_resume(context_)
             folder = RunFolder(resume)
             given = getattr(context_.get_parameter_source("steps"), "name", "") == "COMMANDLINE"
-            together = _processes(language_modelling.read_configuration(folder))
+            found = agreed(lambda: language_modelling.read_configuration(folder), _same)
+            together = _processes(found)
             training = language_modelling.resume(folder, steps if given else None, together)
         else:
-            configuration = Configuration(
-                sequence=sequence,
-                optimizer=optimizer,
-                depth=depth,
-                layers=layers,
-                width=width,
-                heads=heads,
-                streams=streams,
-                recompute=recompute,
-                context=context,
-                batch=batch,
-                steps=steps,
-                lr=lr,
-                schedule=schedule,
-                warmup=warmup,
-                weight_decay=weight_decay,
-                clip=clip,
-                seed=seed,
-                device=device,
-                threads=threads,
-                dtype=dtype,
-                text=tuple(str(path) for path in text or ()),
-                text_limit=text_limit,
-                validation_windows=validation_windows,
-                eval_every=eval_every,
-                save_every=save_every,
-                compile=compile,
-                accumulate=accumulate,
-                tokens="" if tokens is None else str(tokens),
-                vocabulary=_vocabulary(vocabulary, tokens),
-                sequence_parallel=sequence_parallel,
-                peak=peak,
-                track=track,
-            )
+
+            def configured() -> Configuration:
+                return Configuration(
+                    sequence=sequence,
+                    optimizer=optimizer,
+                    depth=depth,
+                    layers=layers,
+                    width=width,
+                    heads=heads,
+                    streams=streams,
+                    recompute=recompute,
+                    context=context,
+                    batch=batch,
+                    steps=steps,
+                    lr=lr,
+                    schedule=schedule,
+                    warmup=warmup,
+                    weight_decay=weight_decay,
+                    clip=clip,
+                    seed=seed,
+                    device=device,
+                    threads=threads,
+                    dtype=dtype,
+                    text=tuple(str(path) for path in text or ()),
+                    text_limit=text_limit,
+                    validation_windows=validation_windows,
+                    eval_every=eval_every,
+                    save_every=save_every,
+                    compile=compile,
+                    accumulate=accumulate,
+                    tokens="" if tokens is None else str(tokens),
+                    sequence_parallel=sequence_parallel,
+                    peak=peak,
+                    track=track,
+                    vocabulary=_vocabulary(vocabulary, tokens),
+                )
+
+            configuration = agreed(configured, _same)
             folder = RunFolder(out if out is not None else Path("runs") / f"{sequence}-{optimizer}-{depth}")
-            more = [tracker(track)] if track and leads else []  # what is missing is said before anything is done
+            more = _trackers(track, leads)  # what is missing is said before anything is done
             training = language_modelling.start(configuration, folder, overwrite, _processes(configuration))
         console = _console() if leads else Console(quiet=True)
-        if resume is not None and leads and training.configuration.track:
-            more = [tracker(training.configuration.track)]
+        if resume is not None:
+            more = _trackers(training.configuration.track, leads)
         with ProgressBar(console) as bar:
             summary = language_modelling.run(training, folder, Several([bar, *more]), stop)
     if not leads:
@@ -273,9 +278,12 @@ def export(
         raise UnknownName("format", to, _FORMATS)
     from axes.integrations import transformers  # an extra, and slow to import
 
-    transformers.export(RunFolder(run), folder)
+    text = transformers.export(RunFolder(run), folder)
     _say(f"written: {folder}; after `import axes.integrations.transformers`, load it with")
-    _say(f"    AutoModelForCausalLM.from_pretrained({str(folder)!r}), AutoTokenizer.from_pretrained({str(folder)!r})")
+    loads = [f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"]
+    _say(f"    {', '.join([*loads, *[f'AutoTokenizer.from_pretrained({str(folder)!r})'] * text])}")
+    if not text:
+        _say("without a tokenizer, since tokens.json does not say by which its tokens were made")
 
 
 @app.command("list")
@@ -416,6 +424,15 @@ def _processes(configuration: Configuration) -> Processes | None:
     return Processes(configuration.torch_device(), configuration.sequence_parallel) if launched() else None
 
 
+def _trackers(name: str, leads: bool) -> list[language_modelling.Observer]:
+    return agreed(lambda: [tracker(name)] if name and leads else [], lambda made: {})
+
+
+def _same(configuration: Configuration) -> dict[str, Any]:
+    """What all processes of a run have in common."""
+    return {n.replace("_", "-"): x for n, x in configuration.as_dict().items() if n not in ("device", "threads")}
+
+
 def _vocabulary(given: int | None, folder: Path | None) -> int:
     if given is not None:
         return given
@@ -455,7 +472,8 @@ def _write_sample(model: Any, prompt: str, tokens: int, temperature: float, seed
     with _a_text() as write:
         write(prompt)
         for byte in generate(model, prompt.encode("utf-8", "surrogateescape"), tokens, temperature, seed):
-            write(decoder.decode(bytes([byte])) if byte else "\n")
+            known = byte < corpus.VOCABULARY  # a model may have more tokens than there are bytes
+            write((decoder.decode(bytes([byte])) if known else "") if byte else "\n")
         write(decoder.decode(b"", final=True))
 
 

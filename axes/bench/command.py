@@ -29,7 +29,6 @@ from axes.bench import nonlinear as nonlinear_
 from axes.bench import optim as optim_
 from axes.bench import optim_training as optim_training_
 from axes.bench import sequence as sequence_
-from axes.bench import sharded as sharded_
 from axes.bench import training as training_
 from axes.bench import turns as turns_
 from axes.bench.figures import show
@@ -37,6 +36,7 @@ from axes.bench.optim_contenders import SUITES
 from axes.bench.optim_tasks import UNITS
 from axes.bench.results import Apart
 from axes.bench.rules import Shape
+from axes.bench.several import launch
 from axes.bench.watching import watching
 from axes.errors import AxesError
 from axes.files import write_text
@@ -291,7 +291,7 @@ def sharded(
 
     --rule, --suite, --dtype, --parts, --unchecked and --traces: see `python -m axes.bench.sharded --help`.
     """
-    raise typer.Exit(sharded_.launch("axes.bench.sharded", processes, context.args))
+    launch("axes.bench.sharded", processes, context.args)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -303,7 +303,7 @@ def segments(
 
     --layer, --length, --depth, --width, --heads and --vocabulary: see `python -m axes.bench.segments --help`.
     """
-    raise typer.Exit(sharded_.launch("axes.bench.segments", processes, context.args))
+    launch("axes.bench.segments", processes, context.args)
 
 
 @app.command("optim-training")

@@ -10,7 +10,6 @@ loss of both is compared: it depends on every token before. Activations of all t
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,11 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from axes import catalogue, parallel
 from axes.bench.results import unwatched
+from axes.bench.several import met, process
 from axes.bench.timing import wait
 from axes.bench.watching import Lines
-from axes.errors import AxesError, ShapeError
+from axes.errors import ShapeError
 from axes.models import Architecture, LanguageModel
-from axes.tasks.processes import leaving
 
 _WARM, _STEPS = 3, 5
 
@@ -129,15 +128,7 @@ def main(
     vocabulary: Annotated[int, typer.Option(help="Entries.")] = 256,
 ) -> None:
     """One process of the comparison."""
-    rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    options: dict[str, Any] = {"backend": "gloo"}
-    if gpu:
-        torch.cuda.set_device(device)
-        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    dist.init_process_group(**options)
-    try:
+    with met() as (rank, device):
         names, watch = layers or ["gated-delta-net", "softmax-attention"], unwatched if rank else Lines()
         for n, name in enumerate(names):
             watch(f"{name}, a step on one process, then on all", n, len(names))
@@ -147,14 +138,7 @@ def main(
             if row is not None:
                 print(row.text(), flush=True)
         watch("all layers", len(names), len(names))
-    except AxesError as error:
-        if rank == 0:
-            typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with leaving():
-        typer.run(main)
+    process(main)

@@ -11,10 +11,7 @@ something.
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,10 +27,10 @@ from torch import Tensor, nn
 
 from axes.bench.optim_contenders import find_suites
 from axes.bench.results import unwatched
+from axes.bench.several import met, process
 from axes.bench.timing import wait
 from axes.bench.watching import Lines
 from axes.errors import AxesError
-from axes.tasks.processes import leaving
 
 RULES = ("muon", "normuon", "soap", "shampoo", "psgd-kron", "adamw")
 _COMPARED = 3  # steps
@@ -63,12 +60,6 @@ class Row:
             f"(x {self.several / self.one:.2f}; host {self.host:.3f} ms)   apart {self.apart:.1e}   "
             f"{self.messages} messages, {self.megabytes:.1f} MB sent"
         )
-
-
-def launch(module: str, processes: int, arguments: list[str]) -> int:
-    """Run a module in so many processes of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run([*command, "-m", module, *arguments]).returncode
 
 
 @torch.no_grad()
@@ -202,19 +193,12 @@ def main(
     from axes.bench.sequence import dtype_of
     from axes.optim.sharding import travel
 
-    rank = int(os.environ["LOCAL_RANK"])
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
     if parts:
         travel.BUCKETS, travel.LEAST = parts, 1
     options = {"check_finite": False} if unchecked else {}
-    try:
-        every = [(s, r) for s in suites or (["50M", "302M"] if gpu else ["0.9M"]) for r in rules or ["muon"]]
+    with met() as (rank, device):
+        default = ["50M", "302M"] if device.type == "cuda" else ["0.9M"]
+        every = [(s, r) for s in suites or default for r in rules or ["muon"]]
         watch = unwatched if rank else Lines()
         for n, (suite, rule) in enumerate(every):
             watch(f"{rule} of {suite}, on one process, then on all", n, len(every))
@@ -222,10 +206,7 @@ def main(
             if row is not None:
                 print(row.text(), flush=True)
         watch("all rules", len(every), len(every))
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with leaving():
-        typer.run(main)
+    process(main)

@@ -140,6 +140,8 @@ class Trunk(nn.Module):
         architecture: names and sizes.
         layer, mixer: what makes a sequence layer and a mixer, in the place of the classes of these names.
         shared: the first two sublayers with their norms and mixers are those of every block.
+        stream_dtype: of what sublayers read and add to; None for that of what enters, the embedding's. Norms are in
+            the dtype of their weights, whatever it is.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Trunk(nn.Module):
         layer: Callable[..., Any] | None = None,
         mixer: Callable[..., Any] | None = None,
         shared: bool = False,
+        stream_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,7 +160,7 @@ class Trunk(nn.Module):
         width = architecture.width
         layers = [layer or catalogue.get(name, axis="sequence").cls for name in architecture.each_sequence()]
         mixer = mixer or catalogue.get(architecture.depth, axis="depth").cls
-        self.architecture = architecture
+        self.architecture, self.stream_dtype = architecture, stream_dtype
         self.embedding = nn.Embedding(architecture.vocabulary, width, **factory)  # its rows are of unit variance
         self.sublayers = nn.ModuleList()
         self.mixers = nn.ModuleList()
@@ -210,6 +213,7 @@ class Trunk(nn.Module):
             (B, T, width), in autocast's dtype under autocast, and of every sequence layer the state after the last
             token.
         """
+        x = x if self.stream_dtype is None else x.to(self.stream_dtype)
         memories = list(state) if state is not None else [None] * self.architecture.layers
         if len(memories) != self.architecture.layers:
             who = type(self).__name__
@@ -218,7 +222,7 @@ class Trunk(nn.Module):
         mixers: list[Any] = list(self.mixers)
 
         def sublayer(index: int, x: Tensor, normed: bool = False) -> Tensor:
-            made, x = self.sublayers[index], x if normed else self.norms[index](x)
+            made, x = self.sublayers[index], x if normed else self._normed(self.norms[index], x)
             if index % 2:
                 y: Tensor = made(x)
                 return y
@@ -242,8 +246,15 @@ class Trunk(nn.Module):
             for first in range(0, len(mixers), 2):
                 both = slice(first, first + 2)
                 streams = around(partial(through, sublayers[both], mixers[both], recompute=recompute), streams)
-        last: Tensor = self.norm(mixers[-1].reduce(streams))
+        last = self._normed(self.norm, mixers[-1].reduce(streams))
         return last.to(taken_in(last)), tuple(after)
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """In a dtype that products with weights take, where streams have one of their own and no norm converts it."""
+        y: Tensor = norm(x)
+        if self.stream_dtype is None:
+            return y
+        return y.to(torch.promote_types(y.dtype, taken_in(self.embedding.weight)))
 
     def no_norms_by_kernel(self, x: Tensor) -> str | None:
         """Why a sublayer's output is added and the next norm taken by torch's operations, or None if one launch does
@@ -252,15 +263,18 @@ class Trunk(nn.Module):
             return "streams are more than a sum"
         norms = [*self.norms, self.norm]
         weights = [norm.weight for norm in norms if type(norm) is RMSNorm and not _hooked(norm)]
-        if len(weights) < len(norms) or any(type(w) is not nn.Parameter or w.dtype != x.dtype for w in weights):
-            return "a norm is not a plain RMSNorm of the streams' dtype"
+        if len(weights) < len(norms) or any(type(w) is not nn.Parameter for w in weights):
+            return "a norm is not a plain RMSNorm"
+        said = weights[-1].dtype  # the kernel computes in float32: weights may have it beside streams of 16 bits
+        if said not in (x.dtype, torch.float32) or any(w.dtype != said for w in weights):
+            return "norms are neither of the streams' dtype nor of float32"
         if x.numel() == 0 or self.architecture.width > _WIDEST:
             return f"rows of {self.architecture.width} entries do not fit a program, or there are none"
         if torch.compiler.is_compiling():
             return "a compiler follows torch's operations"
         if torch._C._are_functorch_transforms_active() or type(x) not in (Tensor, nn.Parameter):
             return "tensors are transformed"
-        return versions.no_kernel(x.device, x.dtype) or versions.no_kernel(x.device, taken_in(x))
+        return versions.no_kernel(x.device, x.dtype) or versions.no_kernel(x.device, taken_in(weights[-1]))
 
     def _added(self, sublayer: Callable[..., Tensor], streams: Streams) -> Tensor:
         """`through` and the last norm, where every norm is one pass with the addition before it: the first has none."""
@@ -268,7 +282,7 @@ class Trunk(nn.Module):
 
         mixers: list[Any] = list(self.mixers)
         x, _ = mixers[0].read(streams)
-        y, dtype = None, taken_in(x)
+        y, dtype = None, taken_in(cast(Tensor, self.norm.weight))  # as `RMSNorm` and the products behind it
         for index in range(len(mixers)):
             x, normed = add_norm(x, y, cast(Tensor, self.norms[index].weight), _EPS, dtype)
             y = sublayer(index, normed, normed=True)
@@ -289,6 +303,8 @@ class LanguageModel(Trunk):
         architecture: names and sizes.
         layer, mixer: what makes a sequence layer and a mixer, in the place of the classes of these names.
         shared: the first two sublayers with their norms and mixers are those of every block.
+        stream_dtype: of what sublayers read and add to; None for that of what enters, the embedding's. Norms are in
+            the dtype of their weights, whatever it is.
     """
 
     def __init__(
@@ -298,10 +314,12 @@ class LanguageModel(Trunk):
         layer: Callable[..., Any] | None = None,
         mixer: Callable[..., Any] | None = None,
         shared: bool = False,
+        stream_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(architecture, layer=layer, mixer=mixer, shared=shared, device=device, dtype=dtype)
+        more: dict[str, Any] = {"shared": shared, "stream_dtype": stream_dtype, "device": device, "dtype": dtype}
+        super().__init__(architecture, layer=layer, mixer=mixer, **more)
         self.head = nn.Linear(architecture.width, architecture.vocabulary, bias=False, device=device, dtype=dtype)
         self.reset_parameters()
 

@@ -37,7 +37,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[
     if c.angle is not None:
         c, q, turned = scan.in_rotating_frame(c, q)
     weights = _weights(memory, signal, k)
-    begins = [0] if number.is_meta else sorted({int(n) for n in number.flatten().tolist()})
+    begins = [0] if number.is_meta or not number.numel() else sorted({int(n) for n in number.flatten().tolist()})
     out, after = _from(memory, c, q, weights, levels, begins[0])
     for begin in begins[1:]:  # states of sequences of unequal length: each position alone
         more, other = _from(memory, c, q, weights, levels, begin)
@@ -83,7 +83,7 @@ def _from(memory: Fenwick, c: Chain, q: Tensor, weights: Tensor, levels: Tensor,
     held = {i: x for i, x in enumerate(levels.expand(*batch, *levels.shape[-3:]).flatten(0, -4).unbind(1))}
     between, held = _between(memory, chunks, w, held, begin, length, size)
     out = (out + between).flatten(1, 2)[:, front : front + length]
-    return out.reshape(*batch, length, -1), _stacked(held, memory.levels, batch)
+    return out.reshape(*batch, length, levels.shape[-2]), _stacked(held, memory.levels, batch)
 
 
 def inside(update: StateUpdate, signal: Signal, weights: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def chunked(c: Chain, start: Tensor, q: Tensor, size: int | None = None) -> tupl
     read_first = states.flatten(0, 1).mT
     inner = torch.bmm(matrices(inside), written.reshape(-1, *written.shape[-2:]))
     out = torch.baddbmm(inner, matrices(carried), read_first).unflatten(0, (-1, count)).flatten(1, 2)[:, :length]
-    return out.reshape(*batch, length, -1), state.reshape(*batch, *state.shape[-2:])[..., None, :]
+    return out.reshape(*batch, length, d_v), state.reshape(*batch, *state.shape[-2:])[..., None, :]
 
 
 def _once(x: Tensor) -> Tensor:

@@ -11,18 +11,29 @@ import torch
 
 from axes import catalogue
 from axes.errors import AxesError, UnknownName
-from axes.models.language_model import Architecture
+from axes.models.language_model import Architecture, LanguageModel
 from axes.tasks import tokens
 from axes.tasks.corpus import VOCABULARY, Corpus, embedded, from_files
 from axes.tasks.machine import most_threads, require_memory
 from axes.tasks.schedules import SCHEDULES
 
-# bfloat16 keeps float32 parameters and computes under autocast; the others are the dtype of the parameters themselves
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.float32,
-    "bfloat16-pure": torch.bfloat16,
+
+@final
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a run. autocast: products are bfloat16 whatever the parameters are."""
+
+    parameters: torch.dtype
+    streams: torch.dtype
+    autocast: bool = False
+
+
+DTYPES: Mapping[str, Precision] = {
+    "float32": Precision(torch.float32, torch.float32),
+    "float64": Precision(torch.float64, torch.float64),
+    "bfloat16": Precision(torch.float32, torch.float32, autocast=True),
+    "bfloat16-streams": Precision(torch.float32, torch.bfloat16, autocast=True),
+    "bfloat16-pure": Precision(torch.bfloat16, torch.bfloat16),
 }
 TRACKERS = ("tensorboard", "wandb")
 
@@ -120,17 +131,19 @@ class Configuration:
         self._require("recompute", not compiled, "0 with compile: a compiler decides itself what is kept")
         self.torch_device()
 
-    def require_machine(self) -> None:
-        """AxesError if this machine cannot train so; a run of another one may still be read here."""
+    def require_machine(self, processes: int = 1) -> None:
+        """AxesError if one of so many processes cannot train so here; a run of another machine may still be read."""
         self._require("threads", self.threads <= most_threads(), f"at most {most_threads()} on this machine")
-        require_memory(self.least_bytes(), self.torch_device(), "weights, gradients and activations of this model")
+        needed = self.least_bytes(processes)
+        require_memory(needed, self.torch_device(), "weights, gradients and activations of this model")
 
-    def least_bytes(self) -> int:
+    def least_bytes(self, processes: int = 1) -> int:
         """What no layer, mixer or optimizer does without: eight products of width^2 a block, each with its gradient,
-        of every block an activation that the backward pass reads, and the streams, once."""
-        more = self.streams if self.depth in _STREAMS else 0
-        kept = 4 * (self.layers + more) * self.batch * self.context * self.width
-        return 8 * self.least_weights() + kept + _OBJECTS * self.layers
+        of every block an activation that the backward pass reads, and the streams, once. Processes share all that."""
+        more, part = self.streams if self.depth in _STREAMS else 0, self.batch // self.accumulate
+        kept = self.precision.streams.itemsize * (self.layers + more) * part * self.context * self.width
+        weights = 2 * self.precision.parameters.itemsize * self.least_weights()
+        return (weights + kept) // processes + _OBJECTS * self.layers
 
     def least_weights(self) -> int:
         """How many numbers every model of these sizes holds."""
@@ -188,9 +201,25 @@ class Configuration:
             raise AxesError(f"device {self.device!r} is not supported: use auto, cpu, cuda or mps")
         return device
 
+    @property
+    def precision(self) -> Precision:
+        """What `dtype` stands for."""
+        return DTYPES[self.dtype]
+
     def torch_dtype(self) -> torch.dtype:
         """The dtype of the parameters."""
-        return DTYPES[self.dtype]
+        return self.precision.parameters
+
+    def model(self, device: torch.device | None = None) -> LanguageModel:
+        """A new model as it is trained, on the run's device if none is given."""
+        precision = self.precision
+        carried = precision.streams if precision.streams != precision.parameters else None
+        return LanguageModel(
+            self.architecture(),
+            stream_dtype=carried,
+            device=self.torch_device() if device is None else device,
+            dtype=precision.parameters,
+        )
 
     def learning_rate(self) -> float:
         """The peak learning rate: given, or the default of the optimizer."""

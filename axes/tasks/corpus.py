@@ -77,6 +77,16 @@ class Corpus:
                     f"{context + 1}; give more text or a smaller context"
                 )
 
+    def known(self, windows: Tensor) -> Tensor:
+        """Windows of it as they are. Raises AxesError if they hold a token that its vocabulary does not."""
+        most = int(windows.max()) if windows.numel() else 0
+        if most >= self.vocabulary:
+            raise AxesError(
+                f"{self.provenance.source} holds the token {most} and is said to have a vocabulary of "
+                f"{self.vocabulary}: its tokens are of another tokenizer or another dtype than its tokens.json says"
+            )
+        return windows
+
 
 def embedded(limit: int | None = None) -> Corpus:
     """The default corpus: the standard library's sources and Python's documentation topics.

@@ -20,7 +20,7 @@ from axes.tasks import shards
 from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.corpus import Corpus, unigram_cross_entropy, unigram_entropy
 from axes.tasks.curve import Curve, draw_curves
-from axes.tasks.processes import Processes
+from axes.tasks.processes import Processes, agreed
 from axes.tasks.rehearsal import rehearse
 from axes.tasks.run_folder import Record, RunFolder
 from axes.tasks.summary import Summary
@@ -68,7 +68,8 @@ def start(
     The text is read and the model built before the folder is touched, so a refused setting leaves nothing behind; a run
     that is overwritten stands until all of the new one is on the disk.
     """
-    training = Training(configuration, configuration.corpus(), processes)
+    corpus = configuration.corpus() if processes is None else _corpus(configuration)
+    training = Training(configuration, corpus, processes)
     training.rehearsal = rehearse(training)  # kernels are compiled while the folder is written
 
     def begin() -> None:
@@ -154,15 +155,11 @@ def _resume_together(
 ) -> Training:
     processes.first_does(folder.hold)
     try:
-        place = shards.latest(folder.path)
-        if place is None and folder.checkpoint.is_file():
-            raise AxesError(f"{folder} was saved by one process: continue it without torchrun")
-        if place is None:
-            raise AxesError(f"{folder} has no checkpoint: begin it again with --overwrite")
+        place = agreed(lambda: _place(folder), lambda place: {"checkpoint": str(place)})
         numbers = shards.numbers_of(place, processes.rank)
         if not _is_of({"configuration": {**numbers["configuration"], "steps": configuration.steps}}, configuration):
             raise AxesError(f"{place} belongs to another configuration than {folder.config}")
-        training = Training(configuration, configuration.corpus(), processes)
+        training = Training(configuration, _corpus(configuration), processes)
         sharded = training.sharded()
         shards.read(place, sharded)
         training.load_sharded(sharded, numbers)
@@ -176,6 +173,20 @@ def _resume_together(
         folder.release()
         raise
     return training
+
+
+def _place(folder: RunFolder) -> Path:
+    place = shards.latest(folder.path)
+    if place is None and folder.checkpoint.is_file():
+        raise AxesError(f"{folder} was saved by one process: continue it without torchrun")
+    if place is None:
+        raise AxesError(f"{folder} has no checkpoint: begin it again with --overwrite")
+    return place
+
+
+def _corpus(configuration: Configuration) -> Corpus:
+    """The same on all processes."""
+    return agreed(configuration.corpus, lambda corpus: {"text": str(corpus.provenance)})
 
 
 def _is_of(state: Record, configuration: Configuration) -> bool:

@@ -7,10 +7,10 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -76,9 +76,12 @@ def leaving() -> Iterator[None]:
     os._exit(ended or 0)
 
 
+_ADVICE = "The last checkpoint is kept; start all processes again with --resume"
+
+
 @contextmanager
-def missing_are_said() -> Iterator[None]:
-    """Turn the errors of collectives into one sentence."""
+def missing_are_said(advice: str = _ADVICE) -> Iterator[None]:
+    """Turn the errors of collectives into one sentence. advice: what to do then."""
     try:
         yield
     except RuntimeError as error:
@@ -87,9 +90,40 @@ def missing_are_said() -> Iterator[None]:
             raise
         raise AxesError(
             "another process of the run is gone, or did not come in time "
-            f"({_TIMEOUT} seconds, {_MOST:g} if that is not set): its own error says why. The last checkpoint is kept; "
-            f"start all processes again with --resume ({text[:160]})"
+            f"({_TIMEOUT} seconds, {_MOST:g} if that is not set): its own error says why. {advice} ({text[:160]})"
         ) from error
+
+
+def agreed(what: Callable[[], Made], same: Callable[[Made], Mapping[str, Any]]) -> Made:
+    """Let every process of torchrun do something, or this one alone without it; what any refuses is refused on all.
+
+    same: of what was made, by name, what has to be one and the same on all.
+    """
+    if not launched():
+        return what()
+    made: Made | None = None
+    said, shown = "", {}
+    try:
+        made = what()
+        shown = dict(same(made))
+    except (AxesError, OSError) as error:
+        said = " ".join(str(error).split())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (said, shown))
+    refused = {error: rank for rank, (error, _) in reversed([*enumerate(every)]) if error}
+    if len(refused) == 1 and all(error for error, _ in every):
+        raise AxesError(said)
+    if refused:
+        raise AxesError("; ".join(f"process {rank}: {error}" for error, rank in refused.items()))
+    first = every[0][1]
+    for rank, (_, other) in enumerate(every):
+        for name in first:
+            if other.get(name) != first[name]:
+                raise AxesError(
+                    f"process {rank} has another {name} than process 0, {other.get(name)} and {first[name]}: give all "
+                    "the same options and the same files"
+                )
+    return cast(Made, made)
 
 
 @final

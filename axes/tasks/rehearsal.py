@@ -12,7 +12,7 @@ import torch
 from axes.errors import AxesError
 from axes.kernels.common import versions
 from axes.kernels.common.ahead import Ahead, Rehearsal
-from axes.models.language_model import LanguageModel, Logits
+from axes.models.language_model import Logits
 from axes.tasks.batches import training_batch
 from axes.tasks.training import Training, make_optimizer
 
@@ -32,7 +32,7 @@ def compile_ahead(training: Training, ahead: Ahead) -> Rehearsal:
     part = windows.chunk(settings.accumulate)[0].to(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
-            twin = LanguageModel(settings.architecture(), device=device, dtype=settings.torch_dtype())
+            twin = settings.model(device)
             optimizer = make_optimizer(settings, Logits(twin))
             with ahead:
                 training.loss_of(twin, part).backward()

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from axes.errors import AxesError
 from axes.files import read_json, replacing, write_json
-from axes.tasks.corpus import VOCABULARY, Corpus, Document, Provenance, digest
+from axes.tasks.corpus import VOCABULARY, Corpus, Document, Provenance, as_tokens, digest
 
 FORMAT, VERSION = "axes-tokens", 1
 _HEADER = "tokens.json"
 _PARTS = ("train", "validation")
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_LOOKED = 1 << 20  # tokens at which a folder is seen to be what it says
 _TOGETHER = 1 << 22  # bytes of text that are tokenized at a time
 
 
@@ -58,7 +59,7 @@ class Bytes:
         return [list(text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(tokens).replace(b"\0", b"\n").decode("utf-8", "replace")
+        return bytes(t for t in tokens if t < self.vocabulary).replace(b"\0", b"\n").decode("utf-8", "replace")
 
 
 @final
@@ -81,7 +82,12 @@ class Trained:
             self._theirs: Any = Theirs.from_file(str(file))
         except Exception as error:  # whatever their parser raises
             raise AxesError(f"{file} is no tokenizer of the library tokenizers: {error}") from None
-        self.vocabulary = int(self._theirs.get_vocab_size())
+        self._theirs.no_truncation()  # a file may ask for both, which are for a model's input:
+        self._theirs.no_padding()  # here every token of a document counts, and no other
+        numbers = self._theirs.get_vocab().values()
+        if not numbers:
+            raise AxesError(f"{file} is a tokenizer without one token")
+        self.vocabulary = self._known = max(numbers) + 1  # some have fewer tokens than numbers
         known = (self._theirs.token_to_id(x) for x in ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"))
         found = [x for x in known if x is not None]
         if not found:
@@ -90,10 +96,13 @@ class Trained:
 
     def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
         decoded = [text.decode("utf-8", "replace") for text in texts]
-        return [x.ids for x in self._theirs.encode_batch(decoded, add_special_tokens=False)]
+        try:
+            return [x.ids for x in self._theirs.encode_batch(decoded, add_special_tokens=False)]
+        except Exception as error:  # of a tokenizer without a token for what it does not know
+            raise AxesError(f"the tokenizer {self.file} does not take this text: {error}") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        kept = [t for t in tokens if t < self._theirs.get_vocab_size()]
+        kept = [t for t in tokens if t < self._known]
         return str(self._theirs.decode(kept, skip_special_tokens=True))
 
 
@@ -199,7 +208,12 @@ def dataset(name: str, split: str = "train", field: str = "text") -> Iterator[Do
     for n, row in enumerate(rows):
         if field not in row:
             raise AxesError(f"the dataset {name!r} has no field {field!r}, but {', '.join(row)}")
-        yield f"{name}/{n}", str(row[field]).encode()
+        text = row[field]
+        if text is None:  # a row without text
+            continue
+        if not isinstance(text, str):
+            raise AxesError(f"the dataset {name!r} has no text in its field {field!r}, but {type(text).__name__}s")
+        yield f"{name}/{n}", text.encode("utf-8", "replace")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -221,8 +235,11 @@ def header(folder: str | Path) -> dict[str, Any]:
             raise AxesError(f"{file} is of another program or version: this one reads {FORMAT} {VERSION}")
         if said["dtype"] not in _DTYPES or int(said["vocabulary"]) < 2:
             raise AxesError(f"{file}: dtype is uint16 or uint32, and there are two tokens at least")
+        if int(said["vocabulary"]) > 1 << 8 * np.dtype(_DTYPES[said["dtype"]]).itemsize:
+            raise AxesError(f"{file}: {said['dtype']} holds no number of a vocabulary of {said['vocabulary']}")
         for part in _PARTS:
-            said[part]["tokens"] + 0, str(said[part]["sha256"])
+            int(said[part]["tokens"]), str(said[part]["sha256"])
+        float(said.get("bytes") or 0), int(said.get("documents") or 0)
     except (ValueError, KeyError, TypeError) as error:
         raise AxesError(f"{file} is damaged: {error!r}") from None
     return dict(said)
@@ -252,8 +269,11 @@ def read(folder: str | Path) -> Corpus:
         sha256=together,
         unit="tokens",
     )
-    per_token = size / total if size else 1.0
-    return Corpus(parts["train"], parts["validation"], provenance, int(said["vocabulary"]), per_token)
+    per_token = float(size) / total if size else 1.0
+    corpus = Corpus(parts["train"], parts["validation"], provenance, int(said["vocabulary"]), per_token)
+    for tokens in parts.values():
+        corpus.known(as_tokens(tokens[:_LOOKED]))  # each window is looked at too, when it is drawn
+    return corpus
 
 
 def tokenizer_of(folder: str | Path) -> Tokenizer:

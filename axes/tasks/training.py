@@ -46,7 +46,7 @@ class Training:
     """
 
     def __init__(self, configuration: Configuration, corpus: Corpus, processes: Processes | None = None) -> None:
-        configuration.require_machine()
+        configuration.require_machine(1 if processes is None else processes.size)
         corpus.require(configuration.context)
         if configuration.threads:
             torch.set_num_threads(configuration.threads)
@@ -56,7 +56,7 @@ class Training:
         self.processes = processes
         self.device = configuration.torch_device() if processes is None else processes.device
         self._require_shares()
-        self.model = LanguageModel(configuration.architecture(), device=self.device, dtype=configuration.torch_dtype())
+        self.model = configuration.model(self.device)
         if processes is not None:
             processes.shard(self.model)
         self._network: nn.Module = Logits(self.model)
@@ -168,7 +168,7 @@ class Training:
             return self._drawn[step]
         settings = self.configuration
         drawn = training_batch(self.corpus.train, settings.seed, step, settings.batch, settings.context)
-        return self._there(drawn)
+        return self._there(self.corpus.known(drawn))
 
     def _backward(self, windows: Tensor) -> Tensor:
         """The loss of all windows, its gradient in the parameters; part by part, of equal sizes."""
@@ -203,7 +203,7 @@ class Training:
         for windows in validation_batches(
             self.corpus.validation, settings.validation_windows, settings.batch, settings.context
         ):
-            total += self._mean_loss(windows) * len(windows)
+            total += self._mean_loss(self.corpus.known(windows)) * len(windows)
             count += len(windows)
         return self._bits(total / count)
 
@@ -348,7 +348,7 @@ class Training:
         }
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.configuration.dtype == "bfloat16":
+        if self.configuration.precision.autocast:
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 

@@ -62,6 +62,19 @@ def test_help_fits_a_terminal() -> None:
         assert max(map(len, said.output.splitlines())) <= 80, path
 
 
+def test_dtypes_are_explained_and_a_wrong_one_is_told_those_that_are(
+    axes: Axes, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, said, _ = axes("train", "--help")
+    assert "bfloat16-streams keeps the residual streams in it too" in " ".join(said.replace("│", " ").split())
+    code, _, said = axes("train", *SIZES, "--text", text, "--out", tmp_path / "run", "--dtype", "bfloat16-stream")
+    assert code == 1 and "did you mean bfloat16-streams" in said
+    code, _, said = axes("train", *SIZES, "--text", text, "--out", tmp_path / "run", "--dtype", "int8")
+    assert code == 1 and "known: bfloat16, bfloat16-pure, bfloat16-streams, float32, float64" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_train_and_sample(axes: Axes, tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
     status, output, errors = axes("train", *SIZES, "--steps", 6, "--text", text, "--out", run, "--eval-every", 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ norm._PROGRAMS = 3  # each takes several blocks of rows
 F, B, H = torch.float32, torch.bfloat16, torch.float16
 for shape, stream, said, out, close in (
     ((2, 5, 7), F, F, F, 2e-6), ((9, 1000), F, B, B, 8e-3), ((1, 3, 64), B, B, B, 1.6e-2), ((2100, 3), F, H, H, 1e-3),
+    ((4, 30), B, F, F, 8e-3),
 ):
     for passed, added in ((True, True), (False, True), (True, False), (False, False)):
         d = shape[-1]
@@ -79,8 +82,8 @@ def test_a_model_is_the_same_by_either() -> None:
     interpret(MODEL)
 
 
-def model(depth: str = "residual", dtype: torch.dtype = torch.float32) -> LanguageModel:
-    return LanguageModel(Architecture("gated-delta-net", depth, layers=1, width=16, heads=1), dtype=dtype)
+def model(depth: str = "residual", dtype: torch.dtype = torch.float32, **more: Any) -> LanguageModel:
+    return LanguageModel(Architecture("gated-delta-net", depth, layers=1, width=16, heads=1), dtype=dtype, **more)
 
 
 def test_what_a_kernel_does_not_take_is_left_to_torch() -> None:
@@ -98,9 +101,67 @@ def test_what_a_kernel_does_not_take_is_left_to_torch() -> None:
         other = model()
         other.norms[0] = nn.LayerNorm(16)
         assert "plain RMSNorm" in str(other.no_norms_by_kernel(x))
-        assert "plain RMSNorm" in str(model(dtype=torch.bfloat16).no_norms_by_kernel(x))
+        assert "neither of the streams" in str(model(dtype=torch.bfloat16).no_norms_by_kernel(x))
+        assert "neither of the streams" in str(model(dtype=torch.float64).no_norms_by_kernel(x))
+        mixed = model()
+        mixed.norms[0].bfloat16()
+        assert "neither of the streams" in str(mixed.no_norms_by_kernel(x))
         assert "more than a sum" in str(model("mhc").no_norms_by_kernel(x))
         assert "more than a sum" in str(model("post-norm").no_norms_by_kernel(x))
+
+
+STREAMS = """
+import torch
+from unittest.mock import patch
+from axes.models import Architecture, LanguageModel
+from axes.models.language_model import Trunk
+from axes.kernels.rows import norm
+seen = []
+add = norm.add_norm
+def watched(h, y, w, eps, dtype):
+    after, x = add(h, y, w, eps, dtype)
+    seen.append((h.dtype, None if y is None else y.dtype, w.dtype, after.dtype, x.dtype))
+    return after, x
+norm.add_norm = watched
+half, full = torch.bfloat16, torch.float32
+size = Architecture("softmax-attention", "residual", layers=2, width=16, heads=1, vocabulary=11)
+torch.manual_seed(0)
+model = LanguageModel(size, stream_dtype=half)
+windows = torch.randint(11, (2, 6))
+with torch.autocast("cpu", half):
+    made = model.loss(windows)
+    got = torch.autograd.grad(made, list(model.parameters()))
+    assert seen == [(half, None, full, half, half)] + 4 * [(half, half, full, half, half)], seen
+    with patch.object(Trunk, "no_norms_by_kernel", lambda *_: "asked not to"):
+        wanted = model.loss(windows)
+        grads = torch.autograd.grad(wanted, list(model.parameters()))
+assert len(seen) == 5
+assert made.dtype == full and all(g.dtype == full for g in got)
+torch.testing.assert_close(made, wanted, rtol=2e-3, atol=0)
+model.stream_dtype = None
+model.double()
+exact = model.loss(windows)
+exacts = torch.autograd.grad(exact, list(model.parameters()))
+torch.testing.assert_close(made.double(), exact, rtol=2e-2, atol=0)
+for a, b, c in zip(got, grads, exacts):
+    apart = [float((x.double() - c).norm() / c.norm()) for x in (a, b)]
+    assert apart[0] <= max(2 * apart[1], 0.05), apart
+"""
+
+
+def test_streams_of_16_bits_beside_norms_in_float32() -> None:
+    """Kernel and torch agree as well with float64 as one another."""
+    interpret(STREAMS)
+
+
+@pytest.mark.parametrize("depth", ["residual", "mhc", "post-norm"])
+def test_streams_have_the_dtype_that_was_asked_for(depth: str) -> None:
+    made, seen = model(depth, stream_dtype=torch.bfloat16), []
+    for mixer in made.mixers:
+        own = mixer.read
+        mixer.read = lambda streams, own=own: seen.append(streams.dtype) or own(streams)  # type: ignore[func-returns-value]
+    assert made.loss(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.float32  # logits are of the products' dtype
+    assert seen and set(seen) == {torch.bfloat16}
 
 
 def test_a_model_launches_one_kernel_for_an_addition_and_the_norm_behind_it() -> None:

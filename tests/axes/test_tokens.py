@@ -1,5 +1,6 @@
 """Token files: what is written is what is trained on, mapped from disk; and what a step costs, counted by hand."""
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -19,6 +20,7 @@ from axes.tasks.corpus import as_tokens
 from axes.tasks.language_modelling import run, start
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.trackers import Several, tracker
+from axes.tasks.training import Training
 
 SMALL: dict[str, Any] = dict(
     optimizer="adamw", layers=1, width=16, heads=2, streams=2, context=8, batch=4, steps=2, validation_windows=2,
@@ -115,6 +117,79 @@ def test_a_run_on_tokens_and_bad_folders(tmp_path: Path, capsys: pytest.CaptureF
         tokens.write(tmp_path / "none", [], tokens.Bytes())
 
 
+def test_tokens_that_a_vocabulary_does_not_have(tmp_path: Path) -> None:
+    """Found when a folder is read, or at the latest in the window that holds one; no device is asked for its row."""
+    folder = tmp_path / "t"
+    tokens.write(folder, documents(), tokens.Bytes(), held_out=0.3)
+    said = json.loads((folder / "tokens.json").read_text())
+
+    def says(**changes: Any) -> None:
+        (folder / "tokens.json").write_text(json.dumps({**said, **changes}))
+
+    says(vocabulary=50)
+    with pytest.raises(AxesError, match=r"holds the token 57 and is said to have a vocabulary of 50"):
+        tokens.read(folder)
+    says(vocabulary=70_000)
+    with pytest.raises(AxesError, match="uint16 holds no number of a vocabulary of 70000"):
+        tokens.read(folder)
+    tokens_of = {"tokens": "x", "sha256": ""}
+    for changes in ({"bytes": "many"}, {"documents": [1]}, {"train": tokens_of}, {"vocabulary": None}):
+        says(**changes)
+        with pytest.raises(AxesError, match="is damaged"):
+            tokens.read(folder)
+    says()
+    corpus = tokens.read(folder)
+    training = Training(Configuration(**SMALL), corpus)
+    training.step()
+    corpus.train[:] = 300  # as of a file whose first tokens are right
+    training._drawn = {}
+    with pytest.raises(AxesError, match="holds the token 300"):
+        training.step()
+    corpus.validation[:] = 300
+    with pytest.raises(AxesError, match="holds the token 300"):
+        training.validation_bits_per_byte()
+
+
+def trained(tmp_path: Path, vocabulary: dict[str, int], unknown: str | None = None, **asked: Any) -> Path:
+    theirs = pytest.importorskip("tokenizers")
+    made = theirs.Tokenizer(theirs.models.WordLevel(vocabulary, **({"unk_token": unknown} if unknown else {})))
+    made.pre_tokenizer = theirs.pre_tokenizers.WhitespaceSplit()
+    if asked:
+        made.enable_truncation(**asked)
+        made.enable_padding(length=64)
+    file = tmp_path / "tokenizer.json"
+    made.save(str(file))
+    return file
+
+
+def test_a_tokenizers_file_is_taken_for_its_tokens_alone(tmp_path: Path) -> None:
+    """Files of models' inputs ask for a length, at which documents would be cut and filled; numbers may have gaps."""
+    words = {str(n): 2 * n for n in range(50)} | {"</s>": 70_001}
+    by = tokens.Trained(trained(tmp_path, words, max_length=5))
+    assert (by.vocabulary, by.separator) == (70_002, 70_001)
+    made = tokens.write(tmp_path / "t", documents(), by, held_out=0.3)
+    kept = [as_tokens(x).tolist() for x in (made.train, made.validation)]
+    texts = sorted(by.decode(d) for part in kept for d in _cut(part, by.separator))
+    assert texts == sorted(text.decode() for _, text in documents())
+    with pytest.raises(AxesError, match=r"the tokenizer .* does not take this text: .*UNK"):
+        tokens.Trained(trained(tmp_path, words)).encode([b"unheard"])
+    (tmp_path / "none").write_text("{}")
+    for wrong, says in (("none", "is no tokenizer of the library"), (".", "there is no tokenizer")):
+        with pytest.raises(AxesError, match=says):
+            tokens.tokenizer(str(tmp_path / wrong))
+
+
+def test_bytes_of_a_model_with_more_tokens_are_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A model that has hardly learned says tokens that are no bytes: the text goes on behind them."""
+    assert tokens.Bytes().decode([72, 300, 105]) == "Hi"
+    folder = RunFolder(tmp_path / "run")
+    training = start(Configuration(**SMALL, text_limit=20_000, vocabulary=5000), folder)
+    run(training, folder, stop=lambda: True)
+    capfd.readouterr()
+    main_ok("sample", folder, "--tokens", 20, "--prompt", "Hi", "--temperature", 5)
+    assert capfd.readouterr().out.startswith("Hi")
+
+
 def main_ok(*arguments: object) -> None:
     with pytest.raises(SystemExit) as end:
         main([str(a) for a in arguments])
@@ -151,6 +226,12 @@ def test_a_dataset_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         next(tokens.dataset(str(tmp_path), "valid"))
     with pytest.raises(AxesError, match="has no field 'body', but text"):
         next(tokens.dataset(str(tmp_path), field="body"))
+    rows = [{"text": None}, {"text": "b"}, {"text": ["c"]}]
+    theirs.load_from_disk = lambda name: {"train": rows}  # type: ignore[attr-defined]
+    found = tokens.dataset(str(tmp_path))
+    assert next(found)[1] == b"b"  # a row without text is no document "None"
+    with pytest.raises(AxesError, match="has no text in its field 'text', but lists"):
+        next(found)
 
 
 def test_numbers_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from axes.errors import AxesError
 from axes.tasks import processes
 from axes.tasks.configuration import Configuration
+from axes.tasks.corpus import from_files
 from axes.tasks.language_modelling import resume, run, start
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import load_model
@@ -39,6 +40,9 @@ def work(folder: Path, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     with processes.leaving(), processes.joined():
         for case in cases:
+            if "refuses" in case:
+                refuses(folder, case["refuses"], int(os.environ["RANK"]))
+                continue
             place = RunFolder(folder / case["name"])
             if "settings" in case:
                 configuration = Configuration(**case["settings"])
@@ -57,6 +61,25 @@ def work(folder: Path, cases: list[dict[str, Any]]) -> None:
             run(training, place, stop=lambda t=training, c=case: t.position >= c.get("until", 99))
             if "dies" in case and training.processes is not None and training.processes.rank == 1:
                 os._exit(0)
+
+
+def refuses(folder: Path, what: str, rank: int) -> None:
+    """What one process finds and another does not is said by both."""
+    file = folder / f"{rank}.txt"
+    file.write_text("the same on both " * 100 + ("" if what == "missing" else str(rank)))
+    if what == "missing" and rank:
+        file.unlink()
+    def text() -> Any:
+        return from_files([file])
+
+    def same(made: Any) -> dict[str, Any]:
+        return {"seed": 0, "text": made.provenance.sha256}
+
+    try:
+        processes.agreed(text, same)
+    except AxesError as error:
+        (folder / f"{what}-{rank}").write_text(str(error))
+    assert processes.agreed(lambda: rank, lambda made: {"name": "one"}) == rank  # nobody waits for anybody
 
 
 def torchrun(folder: Path, cases: list[dict[str, Any]], world: int) -> list[str]:
@@ -161,6 +184,14 @@ def test_a_run_that_processes_overwrite_stands_until_theirs_is_saved(tmp_path: P
     assert not alone.checkpoint.exists() and alone.read_checkpoint()["configuration"]["seed"] == 1
     start(Configuration(**short), alone, overwrite=True)  # type: ignore[arg-type]
     assert alone.checkpoint.exists() and not list(alone.path.glob("*checkpoint-*"))
+
+
+def test_what_one_process_does_not_find_or_finds_otherwise_is_said_by_all(tmp_path: Path) -> None:
+    assert torchrun(tmp_path, [{"refuses": "missing"}, {"refuses": "other"}], world=2) == []
+    for rank in (0, 1):
+        assert (tmp_path / f"missing-{rank}").read_text() == f"process 1: {tmp_path / '1.txt'} does not exist"
+        said = (tmp_path / f"other-{rank}").read_text()
+        assert said.startswith("process 1 has another text than process 0, ") and "the same files" in said
 
 
 def test_shares_that_cannot_be_are_refused() -> None:

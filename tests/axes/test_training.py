@@ -15,7 +15,7 @@ import torch
 from axes import catalogue
 from axes.errors import AxesError, NotFiniteError
 from axes.tasks import demonstration
-from axes.tasks.configuration import Configuration
+from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.curve import Curve, draw_curves
 from axes.tasks.interruption import stop_requested
 from axes.tasks.language_modelling import curve_of, resume, run, start
@@ -198,11 +198,58 @@ def test_clipping_bounds_the_step(text: str) -> None:
     assert moved[0.0] > 10 * moved[1e-3]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "bfloat16-pure"])
 def test_other_dtypes(text: str, tmp_path: Path, dtype: str) -> None:
     folder = train(small(text, steps=2, dtype=dtype), tmp_path / dtype)
     weight = folder.read_checkpoint()["model"]["head.weight"]
-    assert weight.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+    others = {"float64": torch.float64, "bfloat16-pure": torch.bfloat16}
+    assert weight.dtype == others.get(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("depth", ["residual", "mhc", "post-norm"])
+def test_streams_in_16_bits_beside_weights_in_float32(text: str, tmp_path: Path, depth: str) -> None:
+    """Close to autocast alone, resumed bit for bit, read again from its files; nothing that is saved is in 16 bits."""
+    configuration = small(text, dtype="bfloat16-streams", depth=depth, sequence="softmax-attention", optimizer="adamw")
+    assert configuration_from_dict(json.loads(json.dumps(configuration.as_dict()))) == configuration
+    whole, parts = train(configuration, tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    first = start(configuration, parts)
+    seen: list[torch.dtype] = []
+    read = first.model.mixers[1].read
+    first.model.mixers[1].read = lambda streams: seen.append(streams.dtype) or read(streams)  # type: ignore[func-returns-value]
+    run(first, parts, stop=stop_at(first, 6))
+    assert seen and set(seen) == {torch.bfloat16}
+    second = resume(parts)
+    run(second, parts)
+    state = whole.read_checkpoint()
+    assert_same(state, parts.read_checkpoint())
+    assert without_seconds(whole) == without_seconds(parts)
+    tensors = [*state["model"].values(), *(x for s in state["optimizer"]["state"].values() for x in s.values())]
+    numbers = [x for x in tensors if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    assert {x.dtype for x in numbers} == {torch.float32}
+    beside = train(replace(configuration, dtype="bfloat16"), tmp_path / "beside")
+    losses = [[r["loss"] for r in folder.read_metrics() if "loss" in r] for folder in (whole, beside)]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3) and losses[0] != losses[1]
+    assert whole.read_metrics()[-1] == pytest.approx(beside.read_metrics()[-1], rel=5e-3)
+    assert len(list(generate(load_model(whole), b"the", 5, 0.0))) == 5
+
+
+def test_what_a_dtype_takes_counts_in_what_a_machine_must_have(text: str) -> None:
+    def needed(dtype: str, **more: Any) -> int:
+        return small(text, depth="residual", layers=2, width=64, dtype=dtype, **more).least_bytes()
+
+    def weights(dtype: str) -> int:
+        return needed(dtype, context=2) - (needed(dtype, context=3) - needed(dtype, context=2)) * 2
+
+    for wide, narrow in (("float64", "float32"), ("float32", "bfloat16-pure"), ("bfloat16", "bfloat16-streams")):
+        assert needed(wide, context=1003) - needed(wide, context=3) == 2 * (
+            needed(narrow, context=1003) - needed(narrow, context=3)
+        )
+    assert weights("bfloat16") == weights("bfloat16-streams") > weights("bfloat16-pure")
+    most = small(text, batch=2**20, context=2**12, layers=1, depth="residual")  # 0.5 TB
+    with pytest.raises(AxesError, match="need at least .* GB"):
+        most.require_machine()
+    most.require_machine(64)
+    replace(most, accumulate=64).require_machine()
 
 
 def test_ctrl_c_saves_between_steps(text: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from axes import catalogue
 from axes.cli import main
 from axes.errors import AxesError, ShapeError, UnknownName
 from axes.models import Architecture, LanguageModel
-from axes.tasks import language_modelling
+from axes.tasks import language_modelling, tokens
 from axes.tasks.configuration import Configuration
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import generate as sample
@@ -349,9 +349,13 @@ def test_trainer_learns_and_resumes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = RunFolder(tmp_path_factory.mktemp("runs") / "run")
+    return begun(tmp_path_factory.mktemp("runs") / "run")
+
+
+def begun(path: Path, **changes: Any) -> Path:
+    folder = RunFolder(path)
     sizes = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "text_limit": 20000, "device": "cpu"}
-    language_modelling.start(Configuration(**sizes), folder)
+    language_modelling.start(Configuration(**{**sizes, **changes}), folder)
     folder.release()
     return folder.path
 
@@ -379,6 +383,44 @@ def test_a_run_is_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert bytes(got.tolist()) == wanted
     padded = tokenizer(["a", "bcd"], padding=True)
     assert padded.input_ids[0] == [0, 0, ord("a")] and padded.attention_mask[0] == [0, 0, 1]
+
+
+def test_a_run_whose_streams_had_16_bits_is_exported_as_its_weights(tmp_path: Path) -> None:
+    run, folder = begun(tmp_path / "run", dtype="bfloat16-streams"), tmp_path / "exported"
+    main_quietly(["export", str(run), str(folder)])
+    model, plain = transformers.AutoModelForCausalLM.from_pretrained(folder), load_model(RunFolder(run))
+    assert model.dtype == torch.float32
+    assert torch.equal(model(IDS).logits, plain(IDS)[0])
+
+
+@pytest.mark.parametrize("end", ["</s>", None])
+def test_a_run_on_tokens_is_exported_with_the_tokenizer_that_made_them(
+    end: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["u", *map(str, range(50)), *([end] if end else [])])}
+    made = theirs.Tokenizer(theirs.models.WordLevel(words, unk_token="u"))
+    made.pre_tokenizer = theirs.pre_tokenizers.WhitespaceSplit()
+    made.enable_truncation(3)
+    made.save(str(tmp_path / "words.json"))
+    by, folder = tokens.Trained(tmp_path / "words.json"), tmp_path / "tokens"
+    texts = [(str(n), " ".join(str((n * 7 + i) % 50) for i in range(20)).encode()) for n in range(30)]
+    tokens.write(folder, texts, by, held_out=0.3)
+    run = begun(tmp_path / "run", tokens=str(folder), vocabulary=64, text_limit=0)
+    main_quietly(["export", str(run), str(tmp_path / "exported")])
+    assert "AutoTokenizer" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = texts[0][1]
+    assert tokenizer(text.decode()).input_ids == by.encode([text])[0]
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "exported")
+    assert config.eos_token_id == config.pad_token_id == by.separator and config.vocab_size == 64
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (end, end)
+    said = json.loads((folder / "tokens.json").read_text())
+    (folder / "tokens.json").write_text(json.dumps({**said, "tokenizer": None}))
+    main_quietly(["export", str(run), str(tmp_path / "bare")])
+    shown = capsys.readouterr().out
+    assert "without a tokenizer" in shown and "AutoTokenizer" not in shown
+    assert not [*(tmp_path / "bare").glob("tokenizer*")]
 
 
 def test_an_export_replaces_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

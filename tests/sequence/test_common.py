@@ -165,6 +165,16 @@ def test_short_sequences(cls: type[SequenceLayer], length: int) -> None:
         assert gap(module(x[:, length:], state)[0], module(x)[0][:, length:]) < TOLERANCE
 
 
+@every_layer
+def test_a_batch_without_sequences(cls: type[SequenceLayer]) -> None:
+    """As the last one of several processes may have."""
+    module, x = make(cls), tokens()[:0].requires_grad_()
+    y, state = module(x)
+    assert y.shape == (0, *x.shape[1:])
+    y.sum().backward()
+    assert module.step(x[:, 0], state)[0].shape == (0, D)
+
+
 # ---- padding and packing ------------------------------------------------------------------------------------------
 
 

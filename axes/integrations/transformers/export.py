@@ -1,4 +1,4 @@
-"""Runs of `axes train` as folders that transformers loads: config.json, model.safetensors and a tokenizer of bytes."""
+"""Runs of `axes train` as folders that transformers loads: config.json, model.safetensors and their tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from axes.integrations.transformers.config import AxesConfig
 from axes.integrations.transformers.library import transformers
 from axes.integrations.transformers.model import AxesForCausalLM
 from axes.models import LanguageModel
+from axes.tasks import tokens
 from axes.tasks.corpus import END_OF_DOCUMENT
+from axes.tasks.language_modelling import read_configuration
 from axes.tasks.run_folder import RunFolder
 from axes.tasks.sample import load_model
 
@@ -58,21 +60,47 @@ def _letters() -> dict[str, int]:
     return {**{chr(byte): byte for byte in seen}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
 
 
-def export(run: RunFolder, folder: Path) -> None:
-    """The model of a run as its checkpoint holds it, in a new folder.
+def tokenizer_of(run: RunFolder) -> tuple[Any, int | None]:
+    """What a run's tokens were made by, as transformers has it, and the token that ends a document; None where nobody
+    said by what.
 
-    Raises: AxesError where there is no such run, or the folder holds something or cannot be written.
+    Raises: AxesError where the folder of tokens, or a tokenizer in it, is not there.
+    """
+    folder = read_configuration(run).tokens
+    named = tokens.header(folder)["tokenizer"] if folder else "bytes"
+    if named is None:
+        return None, None
+    if named == "bytes":
+        return byte_tokenizer(), END_OF_DOCUMENT[0]
+    theirs = tokens.Trained(Path(folder) / named)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(theirs.file), padding_side="left", clean_up_tokenization_spaces=False
+    )
+    made.backend_tokenizer.no_truncation()  # what a file asks for is for another model's input
+    end = made.convert_ids_to_tokens(theirs.separator) if theirs.separator < len(made) else None
+    if end is not None:
+        made.eos_token = made.pad_token = end
+    return made, theirs.separator
+
+
+def export(run: RunFolder, folder: Path) -> bool:
+    """The model of a run as its checkpoint holds it, in a new folder; whether a tokenizer stands beside it.
+
+    Raises: AxesError where there is no such run, its tokenizer is gone, or the folder holds something or cannot be
+        written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AxesError(f"{folder} is not an empty folder: choose another one, or remove it first")
-    end = END_OF_DOCUMENT[0]
+    tokenizer, end = tokenizer_of(run)
     model = from_language_model(load_model(run, device="cpu"), bos_token_id=end, eos_token_id=end, pad_token_id=end)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         with explained(folder):
             model.save_pretrained(beside)
-            byte_tokenizer().save_pretrained(beside)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(beside)
             os.replace(beside, folder)
             sync(folder.parent)
+        return tokenizer is not None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
