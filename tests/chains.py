@@ -43,11 +43,11 @@ def scalar_chain(
     return out[:, each - 1 :: each], final
 
 
-def mass_chain(q, k, v, beta=None, g=None, start=None, *, cu_seqlens=None) -> tuple[Tensor, Tensor, Tensor]:
-    """m_t = q_t . n_t, n_t = e^{g_t} n_{t-1} + beta_t k_t; q once more."""
+def mass_chain(q, k, v, beta=None, g=None, start=None, *, cu_seqlens=None) -> tuple[Tensor, ...]:
+    """m_t = q_t . n_t, n_t = e^{g_t} n_{t-1} + beta_t k_t; q and k once more."""
     first = None if start is None else start[:, :, None]
     mass, last = scalar_chain(q, k, torch.ones_like(v[..., :1]), beta, g, initial_state=first, cu_seqlens=cu_seqlens)
-    return mass[..., 0], last[:, :, 0], q
+    return mass[..., 0], last[:, :, 0], q, k
 
 
 @_one_after_another

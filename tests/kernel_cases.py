@@ -48,6 +48,7 @@ from axes.kernels.products import hopper_symmetric
 from axes.kernels.products.iterated import newton_schulz
 from axes.kernels.products.outer import outer_sum
 from axes.kernels.products.symmetric import symmetric_product
+from axes.kernels.recurrent import hold as recurrent_hold
 from axes.kernels.recurrent.chain import recurrent_chain
 from axes.kernels.recurrent.matrix import matrix_chain
 from axes.kernels.recurrent.sizes import CELLS
@@ -58,6 +59,7 @@ from axes.kernels.rows.norm import add_norm
 from axes.kernels.rows.scaled import scale, scale_backward
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
+from axes.kernels.scalar import mass as mass_module
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.scalar.mass import mass_chain
 from axes.kernels.step import block_step, chain_step
@@ -149,10 +151,13 @@ def two_strengths(d: int) -> Callable[[], None]:
     return run
 
 
-def mass(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+def mass(d: int, dtype: torch.dtype = HALF, keys: bool = False) -> Callable[[], None]:
+    """keys: pass through too."""
+
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
-        both(mass_chain(q, k, v, beta, g)[:2])
+        with patch.object(mass_module, "PICKED", keys):
+            both(mass_chain(q, k, v, beta, g)[: 4 if keys else 2])
 
     return run
 
@@ -272,14 +277,17 @@ def levels_of_erasing(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
     return run
 
 
-def cells(cell: str, d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+def cells(cell: str, d: int, dtype: torch.dtype = HALF, held: bool = False) -> Callable[[], None]:
+    """held: matrices in registers."""
+
     def run() -> None:
         gates, carried = CELLS[cell][:2]
         x = torch.randn(20, 50, 2, gates, d, dtype=dtype, requires_grad=True)
         w, b = (torch.randn(2, *n, gates, d, requires_grad=True) for n in ((d,), ()))
-        held = [torch.randn(20, 2, d, requires_grad=True) for _ in range(1 + carried)]
-        out, y, carry = recurrent_chain(cell, x, w, b, held[0], tuple(held[1:]))
-        both((out, y, *carry))
+        state = [torch.randn(20, 2, d, requires_grad=True) for _ in range(1 + carried)]
+        with patch.object(recurrent_hold, "fits", lambda _: held):
+            out, y, carry = recurrent_chain(cell, x, w, b, state[0], tuple(state[1:]))
+            both((out, y, *carry))
 
     return run
 
@@ -536,6 +544,7 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper write 64": scalar(HALF, 64, plain=True, rule="write"),
     "write 128": scalar(HALF, 128, rule="write"),
     "mass 128": mass(128),
+    "mass 128 and keys": mass(128, keys=True),
     "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
     "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
     "diagonal bonus 128": diagonal(HALF, 128, "write", plain=True, strong=False, bonus=True),
@@ -573,6 +582,9 @@ CASES: dict[str, Callable[[], None]] = {
     "gru 128": cells("gru", 128),
     "gru 64": cells("gru", 64),
     "slstm 128": cells("slstm", 128),
+    "gru 128 in registers": cells("gru", 128, held=True),
+    "gru 16 in registers": cells("gru", 16, torch.float16, held=True),
+    "slstm 128 in registers": cells("slstm", 128, held=True),
     "m2rnn 64": matrix_cells(64, 64),
     "m2rnn 16 float32": matrix_cells(64, 16, FULL),
     "attention 128": attention(HALF, 128),

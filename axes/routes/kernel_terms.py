@@ -270,7 +270,7 @@ class Kernels(NamedTuple):
     entries: Callable[..., tuple[Tensor, Tensor]]
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
-    mass: Callable[[], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda: None
+    mass: Callable[[], Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None] = lambda: None
     columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
     two: Callable[[Tensor, Tensor], bool] = lambda q, v: False
 
@@ -303,7 +303,7 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
 
-    def mass() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    def mass() -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None:
         from axes.kernels.scalar.mass import mass_chain
 
         return partial(mass_chain, cu_seqlens=cu_seqlens)
@@ -400,7 +400,7 @@ def _scalar(
 
     scan = kernels.mass() if rule == "write" else None
     if scan is not None:
-        mass, norm, q = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
+        mass, norm, q, write = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
         out, final = pass_over(t.v, _start(state))
         norm = norm.unsqueeze(-2)
         norm = norm if end is None else rotate(norm, end[..., None, :])

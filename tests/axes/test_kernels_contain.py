@@ -210,7 +210,7 @@ from axes.kernels.scalar.mass import mass_chain
 
 given = {n: x for n, x in tokens(1, 100, False).items() if n != "initial_state"}
 given, named = spoilt(given, 70)
-mass, last, _ = mass_chain(**given)
+mass, last, *_ = mass_chain(**given)
 for i, (n, _) in enumerate(named[1:], 1):
     assert torch.equal(mass[i, :64], mass[0, :64]), n
     assert torch.equal(mass[i, :70], mass[0, :70]) and torch.equal(mass[i, :, 0], mass[0, :, 0]) or n in "qk", n

@@ -33,7 +33,7 @@ def loop(q, k, heads, beta=None, g=None, start=None, cu=None):
             n = kept + (keys[:, t] if beta is None else beta[:, t, :, None] * keys[:, t])
             masses.append((queries[:, t] * n).sum(-1))
         lasts.append(n)
-    return torch.stack(masses, 1), torch.cat(lasts), q
+    return torch.stack(masses, 1), torch.cat(lasts), q, k
 
 def check(B, T, H, HV, K, dtype, bound, kind="mild", bare=False, cu=None):
     units = B if cu is None else len(cu) - 1
@@ -42,7 +42,8 @@ def check(B, T, H, HV, K, dtype, bound, kind="mild", bare=False, cu=None):
         given |= dict(beta=torch.rand(B, T, HV), g=-torch.rand(B, T, HV), start=torch.randn(units, HV, K))
     if kind == "closed":
         given["g"] = torch.where(torch.rand(B, T, HV) < 0.2, -1e3, given["g"])
-    hears = torch.randn(B, T, HV), torch.randn(units, HV, K), torch.randn(B, T, H, K)  # of q behind it
+    of_both = torch.randn(2, B, T, H, K)  # what q and k hear from behind it
+    hears = torch.randn(B, T, HV), torch.randn(units, HV, K), *of_both
 
     def all_of(rule, given):
         leaves = {n: x.detach().requires_grad_() for n, x in given.items()}
@@ -53,7 +54,7 @@ def check(B, T, H, HV, K, dtype, bound, kind="mild", bare=False, cu=None):
     v = torch.zeros(B, T, HV, 1, dtype=dtype)
     got = all_of(lambda q, k, **more: mass_chain(q, k, v, **more, cu_seqlens=cu), given)
     want = all_of(lambda q, k, **more: loop(q, k, HV, **more, cu=cu), {n: x.double() for n, x in given.items()})
-    for name, a, b in zip(("mass", "last", "q again", *given), got, want, strict=True):
+    for name, a, b in zip(("mass", "last", "q again", "k again", *given), got, want, strict=True):
         error = (a.double() - b).norm() / max(b.norm(), 1e-3 * b.numel() ** 0.5)
         assert a.shape == b.shape and error < bound, (name, error)
 """
@@ -69,3 +70,7 @@ CASES = {
 
 def test_equals_the_recurrence() -> None:
     interpret(PROGRAM + "\n".join(CASES.values()))
+
+
+def test_equals_the_recurrence_where_keys_pass_through() -> None:
+    interpret(PROGRAM + "from axes.kernels.scalar import mass\nmass.PICKED = True\n" + "\n".join(CASES.values()))

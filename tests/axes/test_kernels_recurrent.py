@@ -129,6 +129,72 @@ compare({name}(), 7, 5, 4, torch.float32, "triton", 3e-6, cuts=[0, 3, 3, 4, 7])
 """)
 
 
+HELD = """
+import torch
+import triton.language as tl
+from axes.kernels.recurrent import cells, hold, words
+from axes.routes import recurrent
+from axes.routes.cells import GRU, SLSTM
+from tests.axes.test_kernels_recurrent import beside_torch, compare
+from tests.gluon import stand_in
+
+# the interpreter knows no instructions of Nvidia's
+words.two = lambda a, b, kind: words.word(a.to(kind), b.to(kind), a.to(kind), a.to(kind)).to(tl.int32)
+cells.power, cells.over, cells.log_2 = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x), (lambda x: tl.log2(x))
+held = stand_in("axes.kernels.recurrent.held")
+launched = []
+for name in ("forward", "backward"):
+    setattr(held, name, type("Counted", (), {
+        "__getitem__": lambda self, grid, kernel=getattr(held, name), name=name: launched.append(name) or kernel[grid]
+    })())
+recurrent.no_kernel, hold.fits = lambda *_: None, lambda x: x.dtype in hold.DTYPES
+"""
+
+
+@pytest.mark.parametrize("name", ("GRU", "SLSTM"))
+def test_matrices_in_registers_are_the_steps(name: str) -> None:
+    """Odd numbers of tokens and sequences, heads that are padded, states before and after, sequences side by side. In
+    float16: products of bfloat16 are wrong in the interpreter."""
+    interpret(f"""{HELD}
+for sizes in ((4, 20, 3), (1, 3, 17), (5, 16, 9), (2, 1, 1)):
+    compare({name}(), *sizes, torch.float16, "triton", 4e-3)
+compare({name}(), 9, 5, 5, torch.float16, "triton", 4e-3, cuts=[0, 3, 3, 4, 8, 9])
+assert launched == ["forward", "backward"] * 5, launched
+""")
+
+
+def beside_torch(length: int, width: int, units: int, dtype: torch.dtype, bound: float) -> None:
+    """Outputs and gradients of one head beside `torch.nn.GRU` in float64, whose second and first gate are ours."""
+    torch.manual_seed(0)
+    cell = GRU()
+    given = draw(cell, length, width, units, dtype, heads=1)
+    leaves = {n: x.clone().requires_grad_() for n, x in given.items()}
+    state = State((leaves["y"][..., None],), (), (), (), (), torch.zeros((), dtype=torch.int64))
+    tokens, given_matrices = {"inputs": leaves["inputs"]}, (leaves["weight"], leaves["bias"])
+    out, after, _ = recurrent.run(GRULayer.update, cell, tokens, given_matrices, (), state, None, "triton")
+    peer = torch.nn.GRU(3 * width, width, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        peer.weight_ih_l0.copy_(torch.eye(3 * width))
+        peer.bias_ih_l0.zero_()
+        peer.weight_hh_l0.copy_(given["weight"][0].permute(1, 2, 0).reshape(3 * width, width))
+        peer.bias_hh_l0.copy_(given["bias"][0].flatten())
+    x, y = (leaves[n].detach().double().requires_grad_() for n in ("inputs", "y"))
+    want, last = peer(x.flatten(2), y.transpose(0, 1))
+    heard = torch.randn(want.shape, dtype=torch.float64)
+    ours = [out[:, :, 0], after.theta[0][:, 0, :, 0]]
+    ours += torch.autograd.grad((out[:, :, 0] * heard).sum() + after.theta[0].sum(), list(leaves.values()))
+    theirs = [want, last[0]]
+    found = torch.autograd.grad((want * heard).sum() + last.sum(), [x, peer.weight_hh_l0, peer.bias_hh_l0, y])
+    weight = found[1].view(3, width, width).permute(2, 0, 1)[None]
+    theirs += [found[0], weight, found[2].view(1, 3, width), found[3]]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert ((mine - other).norm() / other.norm()).item() < bound, (mine.shape, (mine - other).norm() / other.norm())
+
+
+def test_matrices_in_registers_are_torchs_gru() -> None:
+    interpret(HELD + "beside_torch(11, 24, 5, torch.float16, 3e-3)\nassert launched == ['forward', 'backward']")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     (

@@ -14,6 +14,9 @@ if not torch.cuda.is_available():
 
 from axes import catalogue  # noqa: E402
 from axes.core.state_update import State  # noqa: E402
+from axes.kernels.recurrent import hold  # noqa: E402
+from axes.kernels.recurrent.chain import recurrent_chain  # noqa: E402
+from axes.kernels.recurrent.sizes import CELLS as SIZES  # noqa: E402
 from axes.routes import recurrent  # noqa: E402
 from axes.routes.cells import GRU, SLSTM, VectorCell  # noqa: E402
 from axes.routes.matrix_cells import M2RNN  # noqa: E402
@@ -24,6 +27,15 @@ from axes.sequence import SequenceLayer  # noqa: E402
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 CELLS = pytest.mark.parametrize("cell", (GRU(), SLSTM()), ids=("gru", "slstm"))
+
+
+@pytest.fixture(params=(False, True), ids=("matrices on chip", "matrices in registers"))
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Which of two walks runs, whatever is picked."""
+    monkeypatch.setattr(hold, "PICKED", request.param)
+    if request.param and not hold.fits(torch.empty(0, device="cuda", dtype=torch.float16)):
+        pytest.skip("the walk with matrices in registers is for Hopper")
+    return bool(request.param)
 
 
 def draw(cell: VectorCell, length: int, width: int, units: int, heads: int, dtype: torch.dtype, packed: bool = False):
@@ -68,7 +80,9 @@ def compare(cell: VectorCell, dtype: torch.dtype, length: int, width: int, units
 @CELLS
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("width", (20, 64, 128))
-def test_equals_the_steps(cell: VectorCell, dtype: torch.dtype, width: int) -> None:
+def test_equals_the_steps(cell: VectorCell, dtype: torch.dtype, width: int, held: bool) -> None:
+    if held and dtype not in hold.DTYPES:
+        pytest.skip("matrices in registers have 16 bits")
     if recurrent.no_kernel(cell, torch.device("cuda"), dtype, width) is not None:
         pytest.skip("its matrices do not fit on the chip")
     compare(cell, dtype, 60, width, 33, 2)
@@ -76,17 +90,17 @@ def test_equals_the_steps(cell: VectorCell, dtype: torch.dtype, width: int) -> N
 
 @CELLS
 @pytest.mark.parametrize(("length", "units"), ((1, 1), (2, 16), (7, 17)))
-def test_sizes(cell: VectorCell, length: int, units: int) -> None:
-    compare(cell, torch.float32, length, 32, units, 3)
+def test_sizes(cell: VectorCell, length: int, units: int, held: bool) -> None:
+    compare(cell, torch.float16 if held else torch.float32, length, 32, units, 3)
 
 
 @CELLS
-def test_packed(cell: VectorCell) -> None:
-    compare(cell, torch.float32, 90, 64, 5, 2, [0, 30, 30, 31, 80, 90])
+def test_packed(cell: VectorCell, held: bool) -> None:
+    compare(cell, torch.float16 if held else torch.float32, 90, 64, 5, 2, [0, 30, 30, 31, 80, 90])
 
 
 @CELLS
-def test_a_full_chip_repeats(cell: VectorCell) -> None:
+def test_a_full_chip_repeats(cell: VectorCell, held: bool) -> None:
     given = draw(cell, 100, 128, 500, 8, torch.bfloat16)
     first, second = (results(cell, given, "triton") for _ in range(2))
     for n, x in first.items():
@@ -189,3 +203,33 @@ def test_times_beside_cudnn_and_a_loop(heads: int) -> None:
             forward = milliseconds(call, 2 if "reference" in name else 5)
         both = milliseconds(lambda c=call: c().sum().backward(), 1 if "reference" in name else 5)
         print(f"heads {heads}  {name}: {forward:.2f} / {both:.2f} ms")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", hold.DTYPES, ids=str)
+@pytest.mark.parametrize(("units", "heads"), ((64, 1), (500, 8)))
+def test_times_of_both_walks_beside_cudnn(dtype: torch.dtype, units: int, heads: int, held: bool) -> None:
+    """Printed (-s): operators alone, forward and with backward, heads of 128; cuDNN's GRU, with its product of
+    inputs, once."""
+    length, width = (1024, 128) if heads == 1 else (128, 128)
+    for cell, (gates, carried, *_) in SIZES.items():
+        x = torch.randn(units, length, heads, gates, width, device="cuda", dtype=dtype, requires_grad=True)
+        w = torch.randn(heads, width, gates, width, device="cuda", dtype=dtype) / width**0.5
+        b = torch.randn(heads, gates, width, device="cuda", dtype=dtype)
+        state = [torch.zeros(units, heads, width, device="cuda") for _ in range(1 + carried)]
+        leaves = (x, w.requires_grad_(), b.requires_grad_(), *(y.requires_grad_() for y in state))
+
+        def call(cell=cell, leaves=leaves):  # type: ignore[no-untyped-def]
+            return recurrent_chain(cell, *leaves[:4], tuple(leaves[4:]))[0]
+
+        heard = torch.randn_like(call())
+        with torch.no_grad():
+            forward = milliseconds(call)
+        both = milliseconds(lambda call=call, leaves=leaves, g=heard: torch.autograd.grad(call(), leaves, g))
+        print(f"{cell} {dtype} {units} x {length} x {heads}, held {held}: {forward:.3f} / {both:.3f} ms")
+    if heads == 1 and not held:
+        peer = nn.GRU(width, width, batch_first=True, device="cuda", dtype=dtype)
+        z = torch.randn(units, length, width, device="cuda", dtype=dtype, requires_grad=True)
+        with torch.no_grad():
+            forward = milliseconds(lambda: peer(z))
+        print(f"cuDNN {dtype}: {forward:.3f} / {milliseconds(lambda: peer(z)[0].sum().backward()):.3f} ms")

@@ -39,8 +39,9 @@ class Differentiable:
     shapes(*tensors, *options, record): what forward returns, unfilled. A gradient is like its tensor, contiguous.
     twice: backward is made of torch's operators and may itself be differentiated; otherwise a second derivative raises.
     reads: so many of the first outputs are read by the backward, in front of what is kept.
-    passes: a call also returns its first tensor once more. What hears from behind it, in an eager call, is given to the
-        backward after grads, or None: it adds it to the gradient that it writes, which saves a pass over both.
+    passes: a call also returns so many of its first tensors once more. What hears from behind each, in an eager call,
+        is given to the backward after grads, or None: it adds it to the gradient that it writes, which saves a pass
+        over both.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Differentiable:
         missing: bool = False,
         twice: bool = False,
         reads: int = 0,
-        passes: bool = False,
+        passes: int = 0,
     ) -> None:
         @wraps(backward)
         def given(*inputs: Any) -> list[Tensor]:
@@ -75,7 +76,7 @@ class Differentiable:
 
     def __call__(self, *inputs: Any) -> Any:
         record = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        again = inputs[:1] if self.passes else ()
+        again = inputs[: self.passes]
         if torch.compiler.is_compiling() or type(inputs[0]) not in _PLAIN or _transformed():
             return (*self.operator(*inputs, record)[:-1], *again)
         if record:
@@ -107,7 +108,7 @@ class _Eager(torch.autograd.Function):
         output = of.forward(*inputs)
         ctx.of = of
         of.save(ctx, inputs, output)
-        return (*output[:-1], *inputs[:1]) if of.passes else output[:-1]
+        return (*output[:-1], *inputs[: of.passes])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

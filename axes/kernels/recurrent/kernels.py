@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
-from axes.kernels.recurrent.cells import back, walk
+from axes.kernels.recurrent.cells import slopes, through, walk
 
 
 @triton.jit
@@ -141,7 +141,8 @@ def forward(
             tl.store(ys + place, y, mask=now)
             tl.store(es + place, e, mask=now & (G == 4))
             _keep(us, u0, u1, u2, u3, row, V, c[None, :], now, G)
-        shown, after, carried = walk(x0, x1, x2, x3, u0, u1, u2, u3, y, e, CELL)
+        p2 = x2 if CELL == "gru" else x2 + u2
+        shown, after, carried = walk(x0 + u0, x1 + u1, p2, x3 + u3, u2, y, e, CELL)
         tl.store(out + place, shown.to(out.dtype.element_ty), mask=now)
         h, y, e = tl.where(now, shown, h), tl.where(now, after, y), tl.where(now, carried, e)
         row, place, now = next_row, next_place, later
@@ -173,7 +174,10 @@ def backward(
         nu0, nu1, nu2, nu3 = _activations(us, next_row, V, c[None, :], later, G)
         ny, ne, nd = _given(ys, es, dout, next_place, later, G)
         d += dh
-        dx0, dx1, dx2, dx3, du2, before, out = back(x0, x1, x2, x3, u0, u1, u2, u3, y, e, d, dy, de, CELL)
+        p2 = x2 if CELL == "gru" else x2 + u2
+        a0, a1, a2, a3, rate, shows = slopes(x0 + u0, x1 + u1, p2, x3 + u3, u2, y, e, CELL)
+        dx0, dx1, dx2, dx3, before, out = through(a0, a1, a2, a3, rate, shows, d, dy, de, CELL)
+        du2 = dx3 if CELL == "gru" else dx2
         _keep(dx, dx0, dx1, dx2, dx3, row, V, c[None, :], now, G)
         if CELL == "gru":  # of which u alone is multiplied by r
             tl.store(du + place, du2.to(du.dtype.element_ty), mask=now)

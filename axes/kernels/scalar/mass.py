@@ -148,11 +148,11 @@ def masses(
 @Kernel
 @triton.jit(do_not_specialize=_LENGTHS)
 def gradients(
-    q, k, beta, g, firsts, behind, dmass, heard, dq, dk, dbeta, dg, offsets, units, T, N, H, HV,
+    q, k, beta, g, firsts, behind, dmass, heard, keys_heard, dq, dk, dbeta, dg, offsets, units, T, N, H, HV,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STRONG: tl.constexpr, GATED: tl.constexpr,
-    HEARD: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    HEARD: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk of one head. HEARD: added to dq."""
+    """Gradients of a chunk of one head. HEARD, KEYS: added to dq, to dk."""
     place, at, count, head, shared = _place(offsets, units, tl.program_id(0).to(tl.int64), T, N, H, HV, C, PACKED)
     d = tl.arange(0, BK)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -164,7 +164,10 @@ def gradients(
     later = decay(run[None, :], run[:, None], j >= i) * dm[None, :]
     hears = tl.dot(later.to(queries.dtype), queries, input_precision=PRECISION)
     hears += tl.exp(total - run)[:, None] * r[None, :]
-    store_tile(dk, strength[:, None] * hears, at, count, d, head, HV, K, C)
+    of_keys = strength[:, None] * hears
+    if KEYS:
+        of_keys += load_tile(keys_heard, at, count, d, head, HV, K, C).to(tl.float32)
+    store_tile(dk, of_keys, at, count, d, head, HV, K, C)
     if STRONG:
         store_line(dbeta, tl.sum(keys * hears, 1), at, count, head, HV, C)
     n = tl.load(firsts + place * K + d, mask=d < K, other=0.0)
@@ -248,6 +251,7 @@ def _shapes(q, k, beta, g, start, cu_seqlens, hv, record):
 def _backward(
     q: Tensor, k: Tensor, beta: Tensor | None, g: Tensor | None, start: Tensor | None, cu_seqlens: Tensor | None,
     hv: int, kept: list[Tensor], dmass: Tensor, dlast: Tensor, heard: Tensor | None = None,
+    keys_heard: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     b, t, h, d = q.shape
     dq, dk = (q.new_empty(b, t, hv, d, dtype=torch.float32 if hv > h else q.dtype) for _ in range(2))
@@ -255,40 +259,46 @@ def _backward(
     with on_device(q):
         x = _Chunks.of(q, hv, cu_seqlens)
         behind, dstart = x.carried(q, dmass, g, dlast, hv, True)
-        add = heard is not None and hv == h
+        more = [q if y is None or hv > h else y for y in (heard, keys_heard)]
         gradients[(x.programs,)](
             q, k, *(dmass if y is None else y for y in (beta, g)), kept[0], behind, dmass,
-            heard if add and heard is not None else q, dq, dk, *(dmass if y is None else y for y in (dbeta, dg)),
+            *more, dq, dk, *(dmass if y is None else y for y in (dbeta, dg)),
             *x.where,
-            STRONG=beta is not None, GATED=g is not None, HEARD=add, PRECISION=precision(q), **x.width, num_warps=8,
+            STRONG=beta is not None, GATED=g is not None, HEARD=more[0] is not q, KEYS=more[1] is not q,
+            PRECISION=precision(q), **x.width, num_warps=8,
         )  # fmt: skip
     if hv > h:
         dq, dk = (y.view(b, t, h, hv // h, d).sum(3) for y in (dq, dk))
-        dq, dk = (dq if heard is None else dq + heard).to(q.dtype), dk.to(q.dtype)
+        dq = (dq if heard is None else dq + heard).to(q.dtype)
+        dk = (dk if keys_heard is None else dk + keys_heard).to(q.dtype)
     return [dq, dk, dbeta, dg, dstart]  # type: ignore[list-item]  # None where no tensor is
 
 
-_chain = Differentiable("mass", _forward, _backward, _shapes, gradients=5, passes=True)
+# Through this kernel goes what is asked of q behind it, and of both q and k.
+_chain = Differentiable("mass", _forward, _backward, _shapes, gradients=5, passes=1)
+_both = Differentiable("mass_of_both", _forward, _backward, _shapes, gradients=5, passes=2)
+PICKED = False  # _chain, until tests/gpu/test_scans.py has been seen to print less time with _both
 
 
 def mass_chain(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, g: Tensor | None = None, start: Tensor | None = None,
     *, cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What queries find of the mass of writes, m (B, T, HV), and the last n (U, HV, K), in float32; and q once more.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What queries find of the mass of writes, m (B, T, HV), and the last n (U, HV, K), in float32; q and k once more.
 
     q, k (B, T, H, K), v (B, T, HV, .) that says how many heads write, beta and g (B, T, HV) as `scalar_chain` takes
-    them; start (U, HV, K) or None for zero. What is asked of q behind this goes through what is returned of it: its
-    gradient is then added where the kernel writes its own. All but v receive gradients, once.
+    them; start (U, HV, K) or None for zero. What is asked of q and k behind this goes through what is returned of them:
+    its gradient is then added where the kernel writes its own. All but v receive gradients, once.
     """
     who = "mass_chain"
     units = check_chain(who, q, k, v, cu_seqlens, None, {"beta": (beta, ()), "g": (g, ())})
     if q.numel() == 0 or v.numel() == 0:
         mass, last = nothing_read(v[..., 0].float(), (units, v.shape[2], q.shape[3]), start)
-        return mass, last, q
+        return mass, last, q, k
     beta, g, start = (None if x is None else x.float() for x in (beta, g, start))
-    made: tuple[Tensor, Tensor, Tensor] = _chain(*contiguous(q, k, beta, g, start), cu_seqlens, v.shape[2])
-    return made
+    chain = _both if PICKED else _chain
+    mass, last, *again = chain(*contiguous(q, k, beta, g, start), cu_seqlens, v.shape[2])
+    return mass, last, *(again if PICKED else (*again, k))
 
 
 __all__ = ["mass_chain"]

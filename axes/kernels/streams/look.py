@@ -424,7 +424,7 @@ def _backward(
     return [dout, dphi.sum(0), da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]
 
 
-_looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=True)
+_looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=1)
 
 
 # ---- call ------------------------------------------------------------------------------------------------------------

@@ -471,7 +471,7 @@ def _backward_both(
 
 _reads = Differentiable(
     "mix_read", _forward_read, _backward_read, lambda x, r, record: (torch.empty_like(x[:, 0]), []), gradients=2,
-    missing=True, passes=True,
+    missing=True, passes=1,
 )  # fmt: skip
 _writes = Differentiable(
     "mix_write", _forward_write, _backward_write, lambda x, m, y, w, record: (torch.empty_like(x), []), gradients=4
