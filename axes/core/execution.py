@@ -473,11 +473,13 @@ def _value(rate: Rate, signal: Signal) -> Tensor | float:
     return spread(resolve(rate, signal), rate_shape(rate))
 
 
-def at_point(p: Parts, theta: Leaves, norm: Leaves, context: tuple[Context, ...]) -> Output:
-    """The output at a dual point with this normaliser."""
+def at_point(
+    p: Parts, theta: Leaves, norm: Leaves, context: tuple[Context, ...], by_formula: bool = False
+) -> Output:
+    """The output at a dual point with this normaliser. by_formula: of h's derivatives, see `Geometry`."""
     if p.memory.keyed:
-        return Output(_map(p, theta, context), norm)
-    return Output(_map(p, _debiased(theta, norm), context))
+        return Output(_map(p, theta, context, by_formula), norm)
+    return Output(_map(p, _debiased(theta, norm), context, by_formula))
 
 
 def primal(p: Parts, theta: Leaves, state: State, signal: Signal) -> Leaves:
@@ -487,10 +489,11 @@ def primal(p: Parts, theta: Leaves, state: State, signal: Signal) -> Leaves:
     return _map(p, theta, _context(p, state.stats, signal))
 
 
-def _map(p: Parts, theta: Leaves, context: tuple[Context, ...]) -> Leaves:
+def _map(p: Parts, theta: Leaves, context: tuple[Context, ...], by_formula: bool = False) -> Leaves:
     if p.h.is_identity or p.memory.scored:  # a list's scores are its dual: h acts when it is read
         return theta
-    return tuple(p.h.primal(leaf, context[min(i, len(context) - 1)]) for i, leaf in enumerate(theta))
+    primal = p.h.primal_by_formula if by_formula else p.h.primal
+    return tuple(primal(leaf, context[min(i, len(context) - 1)]) for i, leaf in enumerate(theta))
 
 
 def _context(

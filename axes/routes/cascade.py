@@ -31,6 +31,7 @@ from axes.core.legality import gates
 from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.routes.each import Each
 from axes.routes.scan import cumulative
 from axes.routes.spans import datum, sizes, split
 from axes.routes.states import numbers, states
@@ -88,7 +89,13 @@ def _one(update: StateUpdate, part: Tokens, state: State, size: int, batch: int)
         bent = not update.parts().h.is_identity and not update.parts().step.via
         return (_walked if bent else _factored)(update, part, state, size, batch)
     out, state = _chunk(update, part, state, size)
+    out = _each(out) if isinstance(update.parts().memory, RankOne) else out
     return update.read(out, cast(Tensor, part["q"]), part), state
+
+
+def _each(out: Output) -> Output:
+    """Weights of every token, of a memory that multiplies them with vectors alone."""
+    return out._replace(weights=cast(Leaves, tuple(Each(w) for w in out.weights)))
 
 
 def _renews(update: StateUpdate, state: State) -> bool:
@@ -133,7 +140,7 @@ def _chunk(update: StateUpdate, signal: Tokens, state: State, size: int) -> tupl
     u = execution.drive(p, Datum(timeless, signal, resolve(p.step.rate, signal), timeless.theta, timeless.anchor))
     u, via = _through(update, state.via, signal, u, size)
     response, new = _stage(update, state, signal, u, size)
-    return execution.at_point(p, *response), new._replace(via=via)
+    return execution.at_point(p, *response, by_formula=True), new._replace(via=via)
 
 
 def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, size: int) -> tuple[Leaves, Filters]:
@@ -146,7 +153,7 @@ def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, si
         for b, t in zip(branches, inner, strict=True):
             assert isinstance(b, StateUpdate)
             response, end = _stage(b, t, signal, u, size)
-            outs.append(execution.at_point(b.parts(), *response).weights)
+            outs.append(execution.at_point(b.parts(), *response, by_formula=True).weights)
             ends.append(end)
         if isinstance(f, Sum):
             weights = [resolve(w, signal) for w in f.weights]
@@ -172,11 +179,11 @@ def _stage(update: StateUpdate, state: State, signal: Tokens, u: Leaves, size: i
     # element-wise gates act on ones: what is left is the gate of each leaf
     ones = tuple(torch.ones((1, 1), dtype=x.dtype, device=x.device) for x in u)
     gate = memory.act(monoid.element(signal, rate, u[0]), ones)
-    entering = memory.add(tuple(torch.zeros_like(x) for x in u), rate, rate_shape(step.rate), u)
+    zero = tuple(torch.zeros_like(o) for o in ones)
+    entering = memory.add(zero, rate, rate_shape(step.rate), u)
     theta = tuple(_over_time(g, e, s, size) for g, e, s in zip(gate, entering, state.theta, strict=True))
     norm: Leaves = ()
     if step.debias:
-        zero = tuple(torch.zeros_like(o) for o in ones)
         unit = memory.add(zero, rate, rate_shape(step.rate), ones)
         norm = tuple(_over_time(g, e, s, size) for g, e, s in zip(gate, unit, state.norm, strict=True))
     context = tuple(Context(x, tuple(s[i] for s in seen), None, signal) for i, x in enumerate(u))  # no h reads weights
@@ -359,8 +366,8 @@ def _linked(
     def some(first: int, length: int, part: Tokens, before: Leaves) -> tuple[Tensor, Leaves]:
         theta = formed(first, first + length, before)
         own = tuple(n[..., first : first + length, :, :] for n in norm)
-        out = execution.at_point(update.parts(), theta, own, (Context(signal=part),))
-        return update.read(out, cast(Tensor, part["q"]), part), tuple(w[..., -1, :, :] for w in theta)
+        out = execution.at_point(update.parts(), theta, own, (Context(signal=part),), by_formula=True)
+        return update.read(_each(out), cast(Tensor, part["q"]), part), tuple(w[..., -1, :, :] for w in theta)
 
     outputs, first, before = [], 0, start
     for part, length in zip(split(signal, batch, lengths), lengths, strict=True):

@@ -22,7 +22,7 @@ from axes.routes.spans import sizes
 from axes.routes.states import numbers, states
 
 Compute = Callable[[StateUpdate, Signal, State, int], tuple[Tensor, State]]
-_CHUNK = 16  # tokens whose matrices fit in cache
+_CHUNK = 32  # tokens whose matrices fit in cache, and whose operations are long
 _MADE = 4  # matrices of a token that a backward pass keeps, about: sums, bases and what they make
 
 

@@ -44,8 +44,13 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 # Within a room: the modules that stand in an order, lowest first. A module may import those on its left.
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": (
+<<<<<<< HEAD
         "solve", "accumulate", "symmetric", "formulas", "newton_schulz", "matrix_roots", "blockwise", "sinkhorn",
         "krylov",
+=======
+        "solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "formulas", "sinkhorn",
+        "krylov", "polynomials",
+>>>>>>> i16b
     ),
     "core": (
         "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
@@ -54,8 +59,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "routes": (
         "choice", "given", "counts", "packed", "parameters", "precision", "scaled", "serial", "one_state", "by_rows",
-        "scan", "states", "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram", "cascade",
-        "solves", "attention", "levels", "recomputed", "opaque", "recurrent",
+        "scan", "states", "each", "passes", "spans", "finite", "cells", "matrix_cells", "substitution", "gram",
+        "cascade", "solves", "attention", "levels", "recomputed", "opaque", "recurrent",
         "kernel_terms", "levels_kernel", "substitution_kernel", "network_kernel", "token", "early", "several", "turned",
         "select", "dispatch", "frame",
     ),

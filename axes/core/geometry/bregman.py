@@ -108,6 +108,10 @@ class Geometry(Declared, ABC):
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """grad h*(theta) on C, leaf by leaf; theta (..., d_v, d_k)."""
 
+    def primal_by_formula(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """The same numbers, for routes: with derivatives by a formula where autograd's own operations are many."""
+        return self.primal(theta, context)
+
     def primals(
         self,
         stacks: Sequence[Tensor],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from axes.core.geometry.bregman import (
     wide,
 )
 from axes.core.rates import Per, Rate, Variable, rate_shape, resolve, spread
+from axes.linalg.formulas import by_autograd, by_formula
 
 
 @final
@@ -80,6 +81,11 @@ class Entropic(Geometry):
         mass = self._mass(theta)
         return weights if mass == 1.0 else weights * mass
 
+    def primal_by_formula(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        if self.axis not in ("row", "last") or not by_formula(theta):
+            return self.primal(theta, context)
+        return cast(Tensor, _Shares.apply(theta, self._mass(theta)))
+
     def dual(self, w: Tensor) -> Tensor:
         # An entry that underflowed to 0 keeps the smallest positive weight: its log and gradient stay finite.
         return w.clamp_min(torch.finfo(w.dtype).tiny).log()
@@ -101,6 +107,27 @@ class Entropic(Geometry):
 
     def _leaf(self, leaf: Tensor) -> tuple[int, ...]:
         return leaf_dims(leaf) if self.matrix else (-1,)
+
+
+@final
+class _Shares(torch.autograd.Function):
+    """W = mass softmax(x) along rows: what g asks of x is W g - W <W, g> / mass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mass: float) -> Tensor:
+        w = x.softmax(-1).mul_(mass)
+        ctx.mass = mass
+        ctx.save_for_backward(x, w)
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, None]:
+        x, w = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return by_autograd(lambda x: x.softmax(-1) * ctx.mass, (x,), (given,))[0], None
+        found = w * given
+        along = found.sum(-1, keepdim=True)
+        return found.addcmul_(w, along, value=-1 / ctx.mass), None
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +159,29 @@ def _norm_link(x: Tensor, p: float) -> Tensor:
     total = whole.sum(leaf_dims(x), keepdim=True)
     total = torch.where(total > 0, total, torch.ones_like(total))
     return (below * (total ** ((2 - p) / p) * top)).to(x.dtype)
+
+
+@final
+class _Fourth(torch.autograd.Function):
+    """`_norm_link` of p = 4, W = x^3 / |x|^2: what g asks of x is 3 x^2 g / |x|^2 - 2 x^3 <x^3, g> / |x|^6."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y, top = _scaled(x)
+        square = y * y
+        below = y * square
+        total = (square * square).sum(leaf_dims(x), keepdim=True)
+        inverse = torch.where(total > 0, total, 1.0) ** -0.5
+        ctx.save_for_backward(x, square, below, inverse)
+        return below * (inverse * top)
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Tensor | None:
+        x, square, below, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return by_autograd(lambda x: _norm_link(x, 4), (x,), (given,))[0]
+        along = (below * given).sum(leaf_dims(x), keepdim=True)
+        return (square * given).mul_(3 * inverse).addcmul_(below, -2 * inverse**3 * along)
 
 
 @final
@@ -167,6 +217,10 @@ class Lq(Geometry):
 
     def primal(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         return _norm_link(theta, self.p)
+
+    def primal_by_formula(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        by_hand = self.p == 4 and wide(theta) is theta and by_formula(theta)
+        return cast(Tensor, _Fourth.apply(theta)) if by_hand else self.primal(theta, context)
 
     def dual(self, w: Tensor) -> Tensor:
         return _norm_link(w, self.p / (self.p - 1))

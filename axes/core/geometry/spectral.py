@@ -23,8 +23,10 @@ from axes.core.geometry.bregman import (
     wide,
 )
 from axes.errors import IllegalUpdate, ShapeError
+from axes.linalg.formulas import by_autograd, by_formula
 from axes.linalg.matrix_roots import decomposed
 from axes.linalg.newton_schulz import SAFETY, Form, Moving, Start, Triple, iterate, polar_express_schedule
+from axes.linalg.polynomials import iterated
 
 Scale = Literal["original", "match_rms_adamw", "spectral"] | None
 _READS = {
@@ -99,6 +101,22 @@ class Spectral(EuclideanOn):
             return (x.mT if tall else x).to(theta.dtype) * self._factor(theta)
         return self._directions((theta,), theta.dtype)[0].to(theta.dtype)
 
+    def primal_by_formula(self, theta: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        by_hand = self.method != "polar" and self.form == "direct" and self.precision == "input"
+        if not by_hand or wide(theta) is not theta or theta.device.type != "cpu" or not by_formula(theta):
+            return self.primal(theta, context)
+        require_matrix(self, theta)
+        tall = theta.shape[-2] > theta.shape[-1]
+        start, schedule = self._begun()
+        out = iterated(theta.mT if tall else theta, start, schedule, self._factor(theta))
+        return out.mT if tall else out
+
+    def _begun(self) -> tuple[Start, tuple[Triple, ...]]:
+        """What the polynomials start at, and their coefficients."""
+        if self.method == "newton-schulz":
+            return Start(1.0, 0.0, self.eps), (self.coefficients,) * self.steps
+        return Start(SAFETY, self.eps, 0.0), polar_express_schedule(self.steps)
+
     @property
     def launches(self) -> bool:  # type: ignore[override]
         return self.method != "polar"
@@ -144,11 +162,8 @@ class Spectral(EuclideanOn):
         schedule: tuple[Triple, ...] | Moving
         if numbers is not None:
             schedule, start = Moving(numbers[1:], self.steps), Start(1.0, 0.0, numbers[0])
-        elif self.method == "newton-schulz":
-            schedule = (self.coefficients,) * self.steps
-            start = Start(1.0, 0.0, self.eps)
         else:
-            schedule, start = polar_express_schedule(self.steps), Start(SAFETY, self.eps, 0.0)
+            start, schedule = self._begun()
         out = iterate(wide, start, schedule, self.form, sizes, dtype, squares, spend, whole)
         return [w.mT if t else w for w, t in zip(out, tall, strict=True)]
 
@@ -253,6 +268,50 @@ class _Power(torch.autograd.Function):
             change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
             (found,) = torch.autograd.grad(basis @ change @ basis.mT, matrix, given, create_graph=True)
         return found, None, None, None, None, None
+
+
+def root_times(x: Tensor, matrix: Tensor, eps: float) -> Tensor:
+    """(A + eps I)^{-1/2} x of a semi-definite A (..., n, n), eps > 0, and x (..., n): the root itself is not made.
+
+    Derivatives as those of `inverse_power`. NaN where A is not finite.
+    """
+    matrix, finite = usable(matrix)
+    eigenvalues, basis = decomposed(matrix.detach())
+    f = (eigenvalues.clamp_min(0) + eps) ** -0.5
+    return torch.where(finite[..., 0], cast(Tensor, _RootTimes.apply(x, matrix, basis, f)), torch.nan)
+
+
+@final
+class _RootTimes(torch.autograd.Function):
+    """V f(L) V^T x, f = L^{-1/2}, in the basis V: divided differences of f are -f_i^2 f_j^2 / (f_i + f_j), and what is
+    asked of the root is an outer product. Vectors are rows, which BLAS takes sooner."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, basis: Tensor, f: Tensor) -> Tensor:
+        turned = (x[..., None, :] @ basis)[..., 0, :]
+        ctx.save_for_backward(x, matrix, basis, f, turned)
+        return ((f * turned)[..., None, :] @ basis.mT)[..., 0, :]
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix, basis, f, turned = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor, matrix: Tensor) -> Tensor:
+                root = spectral_inverse_power(matrix, basis, f**-2, f > 0, 0.5)
+                return (root @ x[..., None])[..., 0]
+
+            return *by_autograd(plain, (x, matrix), (given,)), None, None
+        asked = (given[..., None, :] @ basis)[..., 0, :]
+        by_x = by_matrix = None
+        if ctx.needs_input_grad[0]:
+            by_x = ((f * asked)[..., None, :] @ basis.mT)[..., 0, :].sum_to_size(x.shape)
+        if ctx.needs_input_grad[1]:
+            square = f * f
+            change = (asked * -square)[..., :, None] * (turned * square)[..., None, :]
+            change /= f[..., :, None] + f[..., None, :]
+            by_matrix = (basis @ change @ basis.mT).sum_to_size(matrix.shape)
+        return by_x, by_matrix, None, None
 
 
 def _held_up(matrix: Tensor, eps: float) -> Tensor:
@@ -446,6 +505,8 @@ class Whiten(Geometry):
             out = solved(given[..., None, :], stat, self.eps)
             if out is not None:
                 return out[..., 0, :].to(x.dtype)
+        if self.power == 0.5 and self.eps > 0 and by_formula(given, stat):
+            return root_times(given, stat, self.eps).to(x.dtype)
         return (inverse_power(stat, self.power, self.eps) @ given[..., None])[..., 0].to(x.dtype)
 
     def _diagonal(self, theta: Tensor, v: Tensor) -> Tensor:
