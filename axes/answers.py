@@ -41,7 +41,7 @@ def select(
             none here. By default where an object's parameters are, and a CPU for all others.
         dtype: of what is computed; by default the object's, and float32 for all others.
         shapes, time: of the signal that a bare tuple is run with, see `axes.dispatch.run`.
-        implementation: reference, torch or triton by name.
+        implementation: reference, torch, triton or c by name.
 
     Raises:
         NoImplementation: the named implementation cannot compute it.

@@ -97,7 +97,7 @@ class SequenceLayer(nn.Module):
         d_k, d_v: key and value width of a head; by default what `widths` says, usually d_model / heads.
         block: another block than the class's own (a `dataclasses.replace` of it, say).
         update: another tuple than the class's own.
-        implementation: reference, torch or triton by name; otherwise what `axes.routes.dispatch.select` picks.
+        implementation: reference, torch, triton or c by name; otherwise what `axes.routes.dispatch.select` picks.
         checkpoint: recompute the layer in the backward pass instead of storing its activations.
         check_finite: read x, the signal and the output at every call: NotFiniteError names the first token that is not
             finite, its sequence and head. It waits for the device, and no compiler follows it.

@@ -20,7 +20,7 @@ from axes.bench.rules import RULES, Run, SequenceRule, Shape, Signal, find, read
 from axes.errors import AxesError
 from axes.routes import dispatch
 
-_ROUTES = ("substitution", "gram", "cascade", "solve", "interpreter")
+_ROUTES = ("substitution", "gram", "cascade", "solve", "interpreter")  # of short sequences
 _KINDS = ("regression", "entries")  # which passes and an entry scan compute
 
 
@@ -70,7 +70,8 @@ def measure(
             ours, theirs = _call(rule.ours(None), whole), _call(rule.token_loop(), part)
             ours(), theirs()
             taken = [(ours(), share * theirs()) for _ in range(turns)]
-            route = dispatch.select(rule.update).route
+            shapes = {n: tuple(x.shape) for n, x in whole.items() if isinstance(x, torch.Tensor)}
+            route = dispatch.select(rule.update, "cpu", torch.float32, shapes).route
             yield Row(rule.name, route, *(median(xs) for xs in zip(*taken, strict=True)))
         watch("done", len(rules), len(rules))
     finally:

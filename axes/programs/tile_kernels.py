@@ -1,26 +1,51 @@
-"""A sequence of tokens by the two kernels that a step's program makes: launches, what lies between them, gradients."""
+"""A sequence of tokens by the two kernels that a step's program makes: launches, what lies between them, gradients.
+
+They are Triton's on a GPU, and on a CPU functions of C.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.kernels.common import layout
-from axes.kernels.common.launch import Kernel
-from axes.programs.fused import compile_text
-from axes.programs.tile_text import OUT, Walk, source
+from axes.linalg.formulas import by_autograd
+from axes.programs import c_library, c_text
+from axes.programs.tile_text import OUT, Language, Walk, source
 from axes.programs.tiles import GRAD, Extent
 
 
 @cache
-def _kernel(text: str, name: str) -> Kernel:
+def _kernel(text: str, name: str) -> Any:
+    from axes.kernels.common.launch import Kernel
+    from axes.programs.fused import compile_text
+
     # two kernels of one text: each is compiled from it by its own name
     return Kernel(compile_text(f"# {name}\n{text}", name))
+
+
+@cache
+def _function(walk: Walk, name: str, real: c_text.Real) -> c_library.Kernel:
+    return c_library.Kernel(c_text.source(walk, real), name)
+
+
+def _launch(
+    walk: Walk, name: str, language: Language, like: Tensor, wide: torch.dtype, units: int, given: Sequence[Any],
+    constants: Mapping[str, bool],
+) -> None:  # fmt: skip
+    """A kernel over the heads of `units` sequences, with states of dtype wide."""
+    grid = (units * like.shape[2], walk.parts)
+    if language == "c":
+        _function(walk, name, "double" if wide == torch.float64 else "float")[grid](*given, **constants)
+        return
+    from axes.kernels.common import layout
+
+    with layout.on_device(like):
+        _kernel(source_of(walk), name)[grid](*given, **constants, num_warps=walk.warps)
 
 
 def tokens(
@@ -29,28 +54,37 @@ def tokens(
     states: Sequence[Tensor],
     phase: int = 0,
     offsets: Tensor | None = None,
+    language: Language = "triton",
+    again: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """What is read at every token (B, T, H, rows), and the last states.
 
     inputs (B, T, H, ...) in the order of the walk's, any strides but the last; states (units, H, ...), float32, each in
     its own full shape. phase: tokens since held values were renewed. offsets: of sequences packed in one batch entry.
-    The first input says the dtype of what is read.
+    The first input says the dtype of what is read. C takes float32 or float64, the same of all.
+    again: of offsets, inputs and states, the same by operations of torch, for derivatives of derivatives.
     """
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *states))
     if not record:
-        out, last, _ = _forward(walk, inputs, states, phase, offsets, False)
+        out, last, _ = _forward(language, walk, inputs, states, phase, offsets, False)
         return out, last
-    out, *last = _Tokens.apply(walk, phase, offsets, *inputs, *states)
+    function = _Tokens if again is None else _TokensTwice
+    out, *last = function.apply(language, again, walk, phase, offsets, *inputs, *states)
     return out, list(last)
 
 
 class _Tokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, walk: Walk, phase: int, offsets: Tensor | None, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, language: Language, again: Any, walk: Walk, phase: int, offsets: Tensor | None, *tensors: Tensor
+    ) -> Any:
         inputs, states = tensors[: len(walk.inputs)], tensors[len(walk.inputs) :]
-        out, last, saved = _forward(walk, inputs, states, phase, offsets, True)
-        ctx.walk, ctx.phase = walk, phase
-        ctx.save_for_backward(*inputs, *saved, *([] if offsets is None else [offsets]))
+        out, last, saved = _forward(language, walk, inputs, states, phase, offsets, True)
+        ctx.language, ctx.walk, ctx.phase, ctx.wide = language, walk, phase, states[0].dtype
+        ctx.again = again
+        starts = [] if again is None else states
+        ctx.save_for_backward(*inputs, *saved, *([] if offsets is None else [offsets]), *starts)
+        ctx.packed = offsets is not None
         ctx.units, ctx.shapes = states[0].shape[0], [x.shape for x in states]
         return out, *last
 
@@ -61,11 +95,24 @@ class _Tokens(torch.autograd.Function):
         count = len(walk.inputs)
         inputs, rest = saved[:count], saved[count:]
         kept = rest[: len(walk.read) + len(walk.kept)]
-        offsets = rest[len(kept)] if len(rest) > len(kept) else None
-        found = _backward(walk, inputs, kept, ctx.units, ctx.phase, offsets, grads)
+        offsets = rest[len(kept)] if ctx.packed else None
+        found = _backward(ctx.language, walk, inputs, kept, ctx.units, ctx.phase, offsets, grads, ctx.wide)
         first = dict(zip(walk.moving, found[count:], strict=True))
         each = zip(walk.states, ctx.shapes, strict=True)
-        return None, None, None, *found[:count], *(first[n].reshape(s) if n in first else None for n, s in each)
+        return *[None] * 5, *found[:count], *(first[n].reshape(s) if n in first else None for n, s in each)
+
+
+class _TokensTwice(_Tokens):
+    """The same, whose derivatives have derivatives of their own."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return _Tokens.backward(ctx, *grads)
+        saved, walk = ctx.saved_tensors, ctx.walk
+        given = (*saved[: len(walk.inputs)], *saved[len(saved) - len(walk.states) :])
+        offsets = saved[-len(walk.states) - 1] if ctx.packed else None
+        return *[None] * 5, *by_autograd(partial(ctx.again, offsets), given, grads)
 
 
 def _strides(walk: Walk, inputs: Sequence[Tensor]) -> list[int]:
@@ -93,7 +140,13 @@ def _tail(walk: Walk, extent: Extent) -> tuple[int, ...]:
 
 
 def _forward(
-    walk: Walk, inputs: Sequence[Tensor], states: Sequence[Tensor], phase: int, offsets: Tensor | None, keep: bool
+    language: Language,
+    walk: Walk,
+    inputs: Sequence[Tensor],
+    states: Sequence[Tensor],
+    phase: int,
+    offsets: Tensor | None,
+    keep: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     like = inputs[0]
     batch, length, heads = like.shape[:3]
@@ -103,21 +156,19 @@ def _forward(
     saved: list[Tensor] = []
     if keep:
         slots = _slots(walk, like, units, offsets is not None)
-        wide = torch.float32
+        wide = states[0].dtype
         saved = [like.new_empty(slots, heads, walk.size(e), dtype=wide) for e in walk.read.values()]
         extents = [walk.step.operations[i].extent for i in walk.kept]
         saved += [like.new_empty(batch * length * heads, walk.size(e), dtype=wide) for e in extents]
     room = saved or [like] * (len(walk.read) + len(walk.kept))
-    kernel = _kernel(source_of(walk), "forward")
-    with layout.on_device(like):
-        kernel[(units * heads, walk.parts)](
-            *inputs, *states, out, *last, *room, *_ends(walk, inputs, phase, offsets), KEEP=keep,
-            PACKED=offsets is not None, num_warps=walk.warps,
-        )  # fmt: skip
+    given = [*inputs, *states, out, *last, *room, *_ends(walk, inputs, phase, offsets)]
+    constants = {"KEEP": keep, "PACKED": offsets is not None}
+    _launch(walk, "forward", language, like, states[0].dtype, units, given, constants)
     return out, last, saved
 
 
 def _backward(
+    language: Language,
     walk: Walk,
     inputs: Sequence[Tensor],
     kept: Sequence[Tensor],
@@ -125,10 +176,10 @@ def _backward(
     phase: int,
     offsets: Tensor | None,
     grads: Sequence[Tensor],
+    wide: torch.dtype,
 ) -> list[Tensor]:
     like = inputs[0]
     heads = like.shape[2]
-    wide = torch.float32
     total = like.shape[0] * like.shape[1] * heads
     programs = units * heads * walk.parts
     rooms = [
@@ -147,13 +198,9 @@ def _backward(
     ]
     last = dict(zip(walk.states, grads[1:], strict=True))
     whole = [g.contiguous() for g in (grads[0], *(last[n] for n in walk.moving))]
-    kernel = _kernel(source_of(walk), "backward")
     assert total == like.shape[:3].numel()
-    with layout.on_device(like):
-        kernel[(units * heads, walk.parts)](
-            *inputs, *kept, *rooms, *whole, *made, *first, *_ends(walk, inputs, phase, offsets),
-            PACKED=offsets is not None, num_warps=walk.warps,
-        )  # fmt: skip
+    given = [*inputs, *kept, *rooms, *whole, *made, *first, *_ends(walk, inputs, phase, offsets)]
+    _launch(walk, "backward", language, like, wide, units, given, {"PACKED": offsets is not None})
     found = [*made, *first]
     added = [x if one else x.sum(0) for x, one in zip(found, alone, strict=True)]
     return [g.to(x.dtype) for g, x in zip(added, (*inputs, *first), strict=True)]

@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Literal, final
 
 from axes.programs.code import FUNCTIONS, ON_TILES, constant
 from axes.programs.tiles import GRAD, Axis, Extent, Program, Value
 
+Language = Literal["triton", "c"]  # of the kernels' texts: `c_text` writes the other
 _LINES = ("[:, None]", "[None, :]")
 OUT = "o"  # what is read, among outputs
 _DECORATOR = "@triton.jit(do_not_specialize=['length', 'total', 'heads', 'phase'])"

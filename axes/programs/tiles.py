@@ -293,13 +293,20 @@ class Program:
 
 _COMMUTES = frozenset({"mul", "add", "maximum", "minimum", "eq", "ne", "and", "or"})
 _TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"})
+
+
+def _wide(x: float) -> Tensor:
+    """Numbers of a program are rounded where it runs, once."""
+    return torch.tensor(float(x), dtype=torch.float64)
+
+
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "mul": operator.mul, "add": operator.add, "sub": operator.sub, "neg": operator.neg, "abs": abs,
-    "div": lambda a, b: float(torch.tensor(a) / torch.tensor(b)), "maximum": max, "minimum": min,
+    "div": lambda a, b: float(_wide(a) / _wide(b)), "maximum": max, "minimum": min,
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
     "and": lambda a, b: bool(a) and bool(b), "or": lambda a, b: bool(a) or bool(b), "not": operator.not_,
-    "where": lambda c, a, b: a if c else b, "pow": lambda a, b: float(torch.tensor(a) ** b),
-    **{n: (lambda f: lambda a: float(f(torch.tensor(float(a)))))(getattr(torch, n))
+    "where": lambda c, a, b: a if c else b, "pow": lambda a, b: float(_wide(a) ** b),
+    **{n: (lambda f: lambda a: float(f(_wide(a))))(getattr(torch, n))
        for n in ("sqrt", "rsqrt", "reciprocal", "exp", "log", "log1p", "expm1", "tanh", "sigmoid", "sign")},
 }  # fmt: skip
 
@@ -392,7 +399,7 @@ def _followed(
         count = 1
         for n in shape:
             count *= n
-        return torch.linspace(-0.9, -0.1, count).reshape(tuple(shape))
+        return torch.linspace(-0.9, -0.1, count, dtype=torch.float64).reshape(tuple(shape))
 
     called: list[str] = []
     inputs = {n: entries(size(shape)) for n, shape in given.items()}

@@ -16,7 +16,7 @@ import torch
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError
 
-Implementation = Literal["reference", "torch", "triton"]
+Implementation = Literal["reference", "torch", "triton", "c"]
 Route = Literal[
     "interpreter", "chain", "substitution", "cascade", "gram", "attention", "passes", "levels", "solve", "recurrent",
     "token", "entrywise", "stacks",

@@ -21,6 +21,7 @@ from axes.core.derived import by_entry
 from axes.core.memory import Leaves, normalised
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.linalg.formulas import by_formula
 from axes.routes import (
     attention,
     cascade,
@@ -145,6 +146,10 @@ def _run(
         return each_phase(alike, update, signal, state, time)
     if choice is None:
         choice = select(update, v.device, v.dtype, _shapes(signal, state), implementation or chosen(), time)
+    if choice.implementation == "c" and not by_formula(*(x for x in signal.values() if isinstance(x, Tensor))):
+        if (implementation or chosen()) == "c":
+            raise NoImplementation("dispatch.run: no loop of C where transforms of torch.func follow a call")
+        choice = select(update, v.device, v.dtype, {}, implementation or chosen(), time)
     plain, several_writes, _ = computed(update)
     if plain is not update and choice.route != "interpreter" and q.shape[time]:
         # of dense bfloat16, as it was seen right on a GPU; other dtypes and packed tokens wait at the token before
@@ -290,7 +295,8 @@ def _run_packed(
         if several_writes:
             return several.run(update, signal, state, 1, plain)
         return early.run(update, kernel_terms.every_head(update, signal), state, 1, plain, cu_seqlens)
-    if choice.implementation == "triton" and q.shape[1] and _alike(update, choice, state):
+    walked = choice.implementation == "c" and other is update
+    if (choice.implementation == "triton" or walked) and q.shape[1] and _alike(update, choice, state):
         with own_precision(v):
             if choice.route == "attention":
                 moved = {n: x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
@@ -301,7 +307,8 @@ def _run_packed(
             if choice.route == "passes":
                 return _passes_by_kernel(update, signal, state, cu_seqlens)
             if choice.route == "token":
-                return token.run(update, kernel_terms.every_head(update, signal), state, None, cu_seqlens)
+                own = kernel_terms.every_head(update, signal)
+                return token.run(update, own, state, None, cu_seqlens, "c" if walked else "triton")
             return kernel_terms.run(update, signal, state, None, cu_seqlens=cu_seqlens)
 
     def alone(signal: Signal, state: State) -> tuple[Tensor, State]:
@@ -450,7 +457,7 @@ def _execute(
         out, state = reference.run(update, signal, state, time=time, weights=weights)
         return out.to(dtype), state
     if choice.route == "token":
-        return token.run(update, signal, state, weights)
+        return token.run(update, signal, state, weights, language="c" if choice.implementation == "c" else "triton")
     batch = q.ndim - 2
     moved = _each(signal, time, lambda x: x.movedim(time, batch))
     if state is None:

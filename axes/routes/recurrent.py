@@ -41,6 +41,9 @@ def select(
     require_implementation(implementation)
     if implementation == "reference":
         return Choice("interpreter", "reference", "asked for by name")
+    if implementation == "c":
+        why = "its tokens ask for the last read. Use implementation='torch'"
+        raise NoImplementation(f"no loop of C for {cell!r}: {why}")
     reason = no_kernel(cell, device, dtype, width)
     if implementation == "triton" and reason is not None:
         raise NoImplementation(f"no Triton kernel for {cell!r}: {reason}. Use implementation='torch'")

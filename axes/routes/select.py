@@ -1,7 +1,7 @@
 """Which route computes a sequence of tokens, and who: a pure function of the tuple, the device and the shapes.
 
 Routes are how (interpreter, chain, substitution, cascade, gram, attention, passes, levels, solve, token);
-implementations are who (reference, torch, triton).
+implementations are who (reference, torch, triton, c).
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ from axes.routes.finite import log_gates
 
 Shapes = Mapping[str, tuple[int, ...]]
 _UP_TO = "after a state, up to its next anchor torch"
+_LOOPED = "a loop of C generated from the step, a token at a time, state in cache"
+_AFTER_C = "which torch or Triton compute"
 _WALKED = "a kernel generated from the step, a token at a time, state on chip"
 
 
@@ -94,7 +96,11 @@ def select(
         shapes = _tokens(asked, shapes)
     place = device if type(device) is torch.device else _device(device)
     if attends:
+        if implementation == "c":
+            raise NoImplementation(f"no loop of C for {update!r}: a list is read by attention, {_AFTER_C}")
         return _attention(update, place, dtype, shapes or {}, implementation, time)
+    if implementation == "c":
+        return _loop_by_name(update, place, shapes or {}, time)
     legal = routes(update)
     if legal["substitution"] is None:
         no_kernel = substitution_kernel.no_kernel(update, place, dtype, shapes or {}, time)
@@ -126,6 +132,11 @@ def select(
         if no_walk is None:
             return Choice("token", "triton", f"{_WALKED} (no chunks by a kernel: {no_kernel})")
         no_kernel = no_kernel if no_walk == no_kernel else f"{no_kernel}; token by token: {no_walk}"
+        if implementation is None and place.type == "cpu" and _bends(update):
+            no_loop = token.not_worth(shapes or {}) or token.no_loop(update, place, shapes or {}, time)
+            if no_loop is None:
+                return Choice("token", "c", f"{_LOOPED} (no kernel: {no_kernel})")
+            no_kernel = f"{no_kernel}; no loop of C: {no_loop}"
     return _without_kernel(update, no_kernel, implementation)
 
 
@@ -145,6 +156,8 @@ def select_token(
         shapes = _tokens(asked, shapes)
     if attends:
         return select(update, device, dtype, shapes, implementation)
+    if implementation == "c":
+        return _loop_by_name(update, _device(device), shapes or {}, 1)
     no_kernel = kernel_terms.no_kernel(update, _device(device), dtype, shapes or {}, 1)
     if differentiated:
         no_kernel = no_kernel or "the kernel for one token has no backward"
@@ -256,6 +269,21 @@ def settle(
     if update.parts().memory.kind == "bounded":
         for chain, sizes in zip(passes.passes(update), passes.widths(update, widths), strict=True):
             settle(chain, sizes, implementation)
+
+
+def _loop_by_name(update: StateUpdate, device: torch.device, shapes: Shapes, time: int) -> Choice:
+    no_loop = token.no_loop(update, device, shapes, time)
+    if no_loop is not None:
+        raise NoImplementation(f"no loop of C for {update!r}: {no_loop}. Use implementation='torch'")
+    return Choice("token", "c", f"{_LOOPED}; asked for by name")
+
+
+@fact
+def _bends(update: StateUpdate) -> bool:
+    """Whether torch's fastest route takes some operations a token, or passes over its state a few times: where it is
+    products of chunks, a loop over tokens does not reach it."""
+    route = _fastest(update)
+    return by_entry(update) if route == "chain" else route in (None, "substitution", "gram", "cascade")
 
 
 def _device(device: str | torch.device | Target) -> torch.device:

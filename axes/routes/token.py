@@ -1,20 +1,23 @@
 """Tuples whose state bends at every token, by a kernel that is generated from their step (`axes.programs.tile_text`).
 
 Whatever `StateUpdate.step` does with one token is followed as torch executes it, with its adjoint; if it is a program
-on tiles, and the state with its cotangent stays in registers, one GPU program walks the tokens of a head. No tuple is
-named: what cannot be followed says why.
+on tiles, and the state with its cotangent stays in registers, one GPU program walks the tokens of a head. On a CPU the
+same program is a loop of C (`axes.programs.c_text`), whose state stays in the nearest cache. No tuple is named: what
+cannot be followed says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from axes.core import execution
+from axes.core import execution, reference
 from axes.core.algorithms import Anchor
 from axes.core.facts import fact
 from axes.core.memory import Leaves
@@ -23,7 +26,8 @@ from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
 from axes.kernels.common import versions
 from axes.kernels.common.sizes import power_of_2
-from axes.programs.tile_text import OUT, Walk
+from axes.programs import c_library
+from axes.programs.tile_text import OUT, Language, Walk
 from axes.programs.tiles import GRAD, Axis, Extent, NotTiles, Program, Shape, trace
 from axes.routes.counts import period
 
@@ -33,6 +37,8 @@ _SPARE = 5  # tiles beside the states and their cotangents that a step holds at 
 _SHAPES: dict[str, Shape] = {"scalar": (None,), "key": (None, "k"), "row": (None, "v"), "square": (None, "v", "k")}
 _USUAL = (64, 64)  # widths that are assumed where none are known
 _SMALL = (6, 8)
+WORTH = 512  # tokens of a call from which a loop of C is compiled, which takes as long as some thousands of them do
+_CHUNK = 32  # tokens between states that C keeps
 
 
 class NoWalk(NamedTuple):
@@ -42,13 +48,13 @@ class NoWalk(NamedTuple):
 
 
 @fact
-def walk(update: StateUpdate, d_v: int, d_k: int, steady: bool = True) -> Walk | NoWalk:
+def walk(update: StateUpdate, d_v: int, d_k: int, steady: bool = True, language: Language = "triton") -> Walk | NoWalk:
     """What the kernels of an update are written from, for values and keys of these widths.
 
     steady: no gradient is asked of states that no token moves (normalisers of constant averages).
     """
     try:
-        return _walk(update, (d_v, d_k), steady)
+        return _walk(update, (d_v, d_k), steady, language)
     except NotTiles as error:
         return NoWalk(str(error))
 
@@ -62,39 +68,77 @@ def no_kernel(
         return reason
     if dtype not in versions.DTYPES:
         return f"the kernels accumulate in float32, the values are {dtype}"
+    return _no_walk(update, shapes, time, "triton")
+
+
+def no_loop(update: StateUpdate, device: torch.device, shapes: Mapping[str, tuple[int, ...]], time: int) -> str | None:
+    """Why no loop of C is generated for a CPU, or None if one is."""
+    if device.type != "cpu":
+        return f"loops of C run on a CPU, not on {device}"
+    reason = c_library.no_compiler()
+    if reason is None and torch.compiler.is_compiling():
+        reason = "torch's compilers do not look into C"
+    return reason or _no_walk(update, shapes, time, "c")
+
+
+def not_worth(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why nobody who did not ask for a loop of C waits for it to be compiled, or None where it pays."""
+    shape = shapes.get("v", ())
+    return None if len(shape) == 4 and shape[0] * shape[1] >= WORTH else f"it is compiled for {WORTH} tokens or more"
+
+
+def _no_walk(
+    update: StateUpdate, shapes: Mapping[str, tuple[int, ...]], time: int, language: Language
+) -> str | None:
     if update.parts().memory.kind not in ("matrix", "slots", "entries"):
         return f"the state is a {update.parts().memory.kind} and no matrix"
     for n in "kv":
         if time != 1 or (n in shapes and len(shapes[n]) != 4):
             return "the kernels take (batch, time, head, width)"
     d_v, d_k = (shapes[n][-1] if n in shapes else usual for n, usual in zip("vk", _USUAL, strict=True))
-    found = walk(update, d_v, d_k)
+    found = walk(update, d_v, d_k, *_asked(True, language))
     return found.reason if type(found) is NoWalk else None
 
 
+def _asked(steady: bool, language: Language) -> tuple[Any, ...]:
+    """Arguments of `walk` that are not its defaults, as facts are kept by what was given."""
+    return (steady, language) if language != "triton" else () if steady else (False,)
+
+
 def run(
-    update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None, cu_seqlens: Tensor | None = None
+    update: StateUpdate,
+    signal: Signal,
+    state: State | None,
+    weights: Leaves | None,
+    cu_seqlens: Tensor | None = None,
+    language: Language = "triton",
 ) -> tuple[Tensor, State]:
-    """The sequence (B, T, H, ...) by the kernels. Inputs keep their dtype, sums and states are float32."""
+    """The sequence (B, T, H, ...) by the kernels. Inputs of Triton's keep their dtype, sums and states are float32; C
+    has all in float32, or in float64 where v is."""
     from axes.programs.tile_kernels import tokens
 
     q, v = signal["q"], signal["v"]
     assert isinstance(q, Tensor) and isinstance(v, Tensor)
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     if state is None:
-        first = {n: x.select(1, 0).float() if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
+        first = {n: x.select(1, 0).to(wide) if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in signal.items()}
         state = update.init(first, weights)
     batch, length, heads = v.shape[:3]
     leaves, form = pytree.tree_flatten(state)
     steady = not (torch.is_grad_enabled() and any(leaves[int(n[1:])].requires_grad for n in _steady(update)))
-    found = walk(update, v.shape[-1], q.shape[-1], *([] if steady else [False]))
+    found = walk(update, v.shape[-1], q.shape[-1], *_asked(steady, language))
     if isinstance(found, NoWalk):
         raise NotTiles(found.reason)
     inputs = [_spread(signal[n], e, found.widths, v) for n, e in found.inputs.items()]
+    if language == "c":
+        inputs = [x.to(wide) for x in inputs]
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     units = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     places = [int(n[1:]) for n in found.states]
-    starts = [leaves[i].to(torch.float32).expand(units, heads, *leaves[i].shape[2:]).contiguous() for i in places]
+    starts = [leaves[i].to(wide).expand(units, heads, *leaves[i].shape[2:]).contiguous() for i in places]
     phase = int(state.count.reshape(-1)[0]) % found.every if found.refresh is not None else 0  # of all sequences
-    out, last = tokens(found, inputs, starts, phase, cu_seqlens)
+    again = partial(_interpreted, update, found, state) if language == "c" else None
+    out, last = tokens(found, inputs, starts, phase, cu_seqlens, language, again)
     for i, x in zip(places, last, strict=True):
         if f"s{i}" in _steady(update):  # which is the same of every head, and of sequences of one length
             own = leaves[i].shape[:2]
@@ -104,6 +148,29 @@ def run(
     for i, each in _counts(update):
         leaves[i] = leaves[i] + each * tokens_each
     return out.to(v.dtype), pytree.tree_unflatten(leaves, form)
+
+
+def _interpreted(
+    update: StateUpdate, found: Walk, state: State, offsets: Tensor | None, *given: Tensor
+) -> tuple[Tensor, ...]:
+    """What `tokens` makes of inputs and states, by the interpreter: what derivatives of derivatives are taken of."""
+    inputs, starts = given[: len(found.inputs)], given[len(found.inputs) :]
+    bounds = [0, inputs[0].shape[1]] if offsets is None else offsets.tolist()
+    outputs, ends = [], []
+    for i, (first, end) in enumerate(pairwise(bounds)):
+        leaves, form = pytree.tree_flatten(state)
+        for n, x in zip(found.states, starts, strict=True):
+            leaves[int(n[1:])] = x if offsets is None else x[i : i + 1]
+        leaves = [x if x.is_floating_point() or not x.ndim else x.reshape(-1)[i] for x in leaves]
+        last = pytree.tree_unflatten(leaves, form)
+        if end > first:
+            part = {n: x[:, first:end] for n, x in zip(found.inputs, inputs, strict=True)}
+            out, last = reference.run(update, part, last, time=1)
+            outputs.append(out)
+        after = pytree.tree_leaves(last)
+        own = starts if offsets is None else [x[:1] for x in starts]
+        ends.append([after[int(n[1:])].expand_as(x) for n, x in zip(found.states, own, strict=True)])
+    return torch.cat(outputs, 1), *(torch.cat(xs) for xs in zip(*ends, strict=True))
 
 
 def _spread(x: Tensor | float, extent: Extent, widths: tuple[int, int], v: Tensor) -> Tensor:
@@ -238,7 +305,7 @@ def _every_token_alike(update: StateUpdate) -> None:
         raise NotTiles("the first token is treated unlike others")
 
 
-def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool) -> Walk:
+def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool, language: Language) -> Walk:
     form = _form(update)
     _every_token_alike(update)
     at = update.parts().step.at
@@ -248,6 +315,8 @@ def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool) -> Walk:
     refresh = _renewal(update, widths) if every else None
     inputs = {n: ("v" in s, "k" in s) for n, s in form.signal.items()}
     states = {n: ("v" in s, "k" in s) for n, s in form.states.items()}
+    if language == "c":  # in the order in which states lie in memory, whatever their size
+        return Walk(step, refresh, every, inputs, states, still, widths, *widths, chunk=_CHUNK, warps=1)
     rows, keys, warps, chunk = _sizes(step, refresh, states, widths)
     across: Axis = "k" if keys >= _FEW else "v"
     return Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across)

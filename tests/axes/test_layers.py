@@ -44,13 +44,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 # Within a room: the modules that stand in an order, lowest first. A module may import those on its left.
 ROOMS: dict[str, tuple[str, ...]] = {
     "linalg": (
-<<<<<<< HEAD
         "solve", "accumulate", "symmetric", "formulas", "newton_schulz", "matrix_roots", "blockwise", "sinkhorn",
-        "krylov",
-=======
-        "solve", "accumulate", "symmetric", "newton_schulz", "matrix_roots", "blockwise", "formulas", "sinkhorn",
         "krylov", "polynomials",
->>>>>>> i16b
     ),
     "core": (
         "declared", "facts", "rates", "costs", "geometry", "monoids", "algorithms", "memory", "parts", "legality",
