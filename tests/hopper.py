@@ -141,6 +141,7 @@ def _without_a_device() -> Iterator[None]:
         with (
             patch.object(Kernel, "__getitem__", lambda self, grid: partial(self.by_triton, grid)),  # not once alone
             patch("axes.kernels.common.layout.interpreted", lambda: True),
+            patch("axes.kernels.common.layout.pieces", lambda: "bf16x6"),
             patch.object(JITCallable, "starting_line_number", _NOWHERE, create=True),
             patch.object(DependenciesFinder, "_update_hash", _callee_first),
         ):

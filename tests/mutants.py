@@ -123,10 +123,6 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         "while length > 16",
         "of powers of two those above 16 are those above 17",
     ),
-    ("axes/kernels/scalar/sizes.py", "2"): (
-        "2 * full",
-        "blocks, warps and stages of a launch: a GPU's speed",
-    ),
     ("axes/kernels/substitution/chain.py", "0"): (
         "k.new_empty(units if",
         "a room that nobody reads",
@@ -163,8 +159,8 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
     ),
     ("axes/kernels/blocks/plan.py", "0.0"): ("plain = [s._replace(", "a key that is compared with keys made alike"),
     ("axes/kernels/scalar/sizes.py", "64"): (
-        "programs = max(1, batch * heads",
-        "how many segments a width of 65 or 129 is cut into: the same numbers to a rounding",
+        'form != "pieces" or keys < 64',
+        "blocks, warps and stages of a launch: a GPU's speed",
     ),
     ("axes/kernels/diagonal/chain.py", "beta is None"): (
         "plain = plain and beta is None",

@@ -146,11 +146,17 @@ class _Cumulative(torch.autograd.Function):
         gates, drives, order = gate.unbind(-3), drive.unbind(-3), range(drive.shape[-3])
         first, *rest = order[::-1] if back else order
         y = torch.addcmul(drives[first], gates[first], start)
-        out = y.new_empty((*y.shape[:-2], len(drives), *y.shape[-2:]))
-        found = out.unbind(-3)
-        found[first].copy_(y)
-        for t in rest:
-            y = torch.addcmul(drives[t], gates[t], y, out=found[t])
+        if torch.compiler.is_compiling():  # compilers follow no result into a part of a tensor
+            made = {first: y}
+            for t in rest:
+                made[t] = torch.addcmul(drives[t], gates[t], made[t + 1 if back else t - 1])
+            out = torch.stack([made[t] for t in order], -3)
+        else:
+            out = y.new_empty((*y.shape[:-2], len(drives), *y.shape[-2:]))
+            found = out.unbind(-3)
+            found[first].copy_(y)
+            for t in rest:
+                y = torch.addcmul(drives[t], gates[t], y, out=found[t])
         ctx.save_for_backward(gate, start, out)
         ctx.drive, ctx.back = drive.shape, back
         return out

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from axes.core import execution, reference
 from axes.core.algorithms import Anchor
@@ -75,10 +76,9 @@ def no_loop(update: StateUpdate, device: torch.device, shapes: Mapping[str, tupl
     """Why no loop of C is generated for a CPU, or None if one is."""
     if device.type != "cpu":
         return f"loops of C run on a CPU, not on {device}"
-    reason = c_library.no_compiler()
-    if reason is None and torch.compiler.is_compiling():
-        reason = "torch's compilers do not look into C"
-    return reason or _no_walk(update, shapes, time, "c")
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return "torch's compilers, and modes that follow its operations, do not look into C"
+    return c_library.no_compiler() or _no_walk(update, shapes, time, "c")
 
 
 def not_worth(shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -130,21 +130,26 @@ def test_blocks_of_short_and_wide_heads() -> None:
         found = delta._sizes(*(torch.empty(1, 1, 1, d, dtype=dtype, device="meta") for d in (d_k, d_v)), kernel)
         return found["BK"], found["BV"]
 
-    assert made(128, 16, torch.float32, "prepare") == (64, 16) and made(128, 16, torch.float32, "serial") == (128, 16)
-    assert made(16, 128, torch.float32, "prepare") == (16, 32) and made(128, 16, torch.bfloat16, "serial") == (128, 64)
-    assert [delta._chunk(torch.empty(1, d, device="meta")) for d in (64, 128, 256)] == [32, 32, 16]
+    assert made(128, 16, torch.float32, "prepare") == (32, 16) and made(128, 16, torch.float32, "serial") == (128, 64)
+    assert made(256, 16, torch.float32, "prepare") == (64, 16) and made(256, 16, torch.float32, "serial") == (256, 16)
+    assert made(16, 128, torch.float32, "gradients") == (16, 32)
+    assert made(128, 16, torch.bfloat16, "serial") == (128, 64)
+    assert [delta._chunk(torch.empty(1, d, device="meta")) for d in (64, 128, 256)] == [16, 16, 16]
     assert delta._chunk(torch.empty(1, 256, device="meta", dtype=torch.bfloat16)) == 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("delta_rule", [True, False])
-def test_segments_are_as_many_as_leave_every_processor_enough_chunks(dtype: torch.dtype, delta_rule: bool) -> None:
+@pytest.mark.parametrize("d_k", [64, 256])
+def test_segments_are_as_many_as_leave_every_processor_enough_chunks(
+    d_k: int, dtype: torch.dtype, delta_rule: bool
+) -> None:
     """With rule "delta" 16 chunks or more of one and a program for each processor at most, else 8 and two."""
     least, most = (16, sizes.PROCESSORS) if delta_rule else (8, 2 * sizes.PROCESSORS)
-    chunk = sizes.chunk_length(dtype)
+    chunk = sizes.chunk_length(dtype, d_k)
     for d_v, length in ((64, 100_000), (128, 8192), (128, 300), (256, 1 << 20)):
-        programs = 2 * -(-d_v // (32 if dtype == torch.float32 else 64))
-        made = sizes.segments_of(1, length, 2, d_v, dtype, delta_rule)
+        programs = 2 * -(-d_v // (32 if sizes.form(dtype, d_k) == "ieee" else 64))
+        made = sizes.segments_of(1, length, 2, d_k, d_v, dtype, delta_rule)
         assert made == max(1, min(most // programs, -(-length // chunk) // least))
 
 

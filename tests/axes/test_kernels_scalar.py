@@ -86,12 +86,15 @@ check(40, 5, 40, gated=False)
 check(40, 20, 3, weighted=False, group=2)
 check(70, 16, 16, kind="parallel", bound=1e-4)
 check(70, 16, 16, kind="closed", bound=2e-4)
+check(18, 130, 5)
 """,
     "write": """
 for t in (1, 33): check(t, 16, 16, "write")
 check(40, 5, 40, "write", gated=False, weighted=False)
 check(40, 20, 3, "write", weighted=False, group=2)
 check(70, 16, 16, "write", kind="closed", bound=2e-4)
+check(18, 130, 5, "write")
+check(18, 5, 130, "write")
 """,
     "values in halves": """
 from axes.kernels.scalar import chain as module
@@ -124,12 +127,12 @@ for T, segments, low, erased in ((300, 2, 2.5, False), (300, 2, 2.5, True), (520
     beta, g = 2 * torch.rand(1, T, 2), -2 * low * torch.rand(1, T, 2)
     erase = a if erased else None
     _, _, (_, found, *_) = _forward(q, k, v, beta, g, erase, None, None, None, True, False, segments, True)
-    made = cut(1, T, 32, segments, None)
+    made = cut(1, T, 16, segments, None)
     reads = a if erased else k
     maps = torch.eye(8) - beta[..., None, None] * k[..., :, None] * reads[..., None, :]
     logs = g + torch.linalg.matrix_norm(maps.double(), 2).log()
     for unit in range(made.S):
-        chunks = torch.stack([c.sum((0, 1)) for c in logs[:, unit * made.L : (unit + 1) * made.L].split(32, 1)])
+        chunks = torch.stack([c.sum((0, 1)) for c in logs[:, unit * made.L : (unit + 1) * made.L].split(16, 1)])
         for head in range(2):
             for side, order in ((0, chunks[:, head].flip(0)), (1, chunks[:, head])):
                 small = (order.cumsum(0) < -104).nonzero()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from axes import sequence
@@ -254,6 +255,17 @@ def test_run_walks_where_select_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
     with pytest.raises(NoImplementation, match="transforms"):
         by_c(SLOTS, signal, state)
+
+
+def test_compilers_and_fake_tensors_take_other_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token, "WORTH", 8)
+    torch.manual_seed(0)
+    layer, x = sequence.LatticeDec(8, heads=2), torch.randn(1, 8, 8)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-4, atol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert sequence.LonghornDiagonal(8, heads=2)(mode.from_tensor(x))[0].shape == (1, 8, 8)
+    assert sequence.LatticeDec(8, heads=2, device="meta")(x.to("meta"))[0].shape == (1, 8, 8)
 
 
 @pytest.mark.parametrize("broken", ["no headers", "nowhere to load from"])

@@ -22,6 +22,8 @@ from axes.sequence import (
     GatedDeltaNet,
     LatticeSim,
     LinearAttention,
+    LonghornDiagonal,
+    Mamba1,
     PaTH,
     SlidingWindow,
     SoftmaxAttention,
@@ -161,6 +163,13 @@ def test_known_lengths_and_half_precision(cls: type[SequenceLayer]) -> None:
     got, want = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)(x)[0], layer(x)[0]
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("cls", [Mamba1, LonghornDiagonal], ids=lambda cls: cls.name)
+def test_known_lengths_of_entry_scans(cls: type[SequenceLayer]) -> None:
+    layer = make(cls)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=False)
+    close(both(compiled, layer, 35), both(layer, layer, 35))
 
 
 def test_the_operator() -> None:

@@ -178,5 +178,15 @@ def precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
+def pieces() -> str:
+    """The precision of float32 products on the matrix units, with the error of IEEE products: each number is three
+    pieces of bfloat16, and the six products of pieces that reach float32's last bits are added. IEEE's, which have no
+    matrix units, in the interpreter: it knows no pieces.
+
+    A piece ends where bfloat16 does, at 2^-133: numbers below 2^-109 lose digits that IEEE keeps.
+    """
+    return "ieee" if interpreted() else "bf16x6"
+
+
 def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x.contiguous() for x in tensors)

@@ -17,7 +17,7 @@ mild chunks' dq, dk, dg those of `hopper_diagonal_keys`.
 A chunk in which no channel decays by more than e^-MILD takes r = q e^G and w = k e^-G, P = lower(r w^T): two
 exponentials for a number; the others (DEEP) take channels.pairs, exact for any gates, in launches of their own.
 The channels of a state do not mix, so that serial passes split keys: every exponential is taken once.
-Sums are in float32; products of float32 inputs are IEEE; no atomics, no division, one order.
+Sums are in float32; products of float32 inputs have IEEE's error; no atomics, no division, one order.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from axes.kernels.common.layout import (
     layout,
     nothing_read,
     on_device,
-    precision,
 )
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.diagonal import kernels
-from axes.kernels.diagonal.channels import exponents
+from axes.kernels.diagonal.channels import exponents, sums
+from axes.kernels.scalar import sizes
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.diagonal import hopper as hopper_diagonal
@@ -60,14 +60,15 @@ def _side(width: int, least: int, most: int) -> int:
 
 def chunk_length(q: Tensor) -> int:
     """Tokens of a chunk."""
-    return 32 if q.dtype == torch.float32 else 64
+    return sizes.chunk_length(q.dtype, q.shape[3])
 
 
 def settings(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
     """Block sides, warps and stages of a kernel: the only ones that were tested. 16 bit: no tile below 64."""
     d_k, d_v = q.shape[-1], v.shape[-1]
     if q.dtype == torch.float32:
-        return {"BK": _side(d_k, 16, 32), "BV": _side(d_v, 16, 32), "num_warps": 4, "num_stages": 1}
+        values = 16 if kernel == "keys" and sizes.form(q.dtype, d_k) == "pieces" else 32
+        return {"BK": _side(d_k, 16, 32), "BV": _side(d_v, 16, values), "num_warps": 4, "num_stages": 1}
     d_v = 64 if kernel == "keys" else _side(d_v, 64, 128)
     return {"BK": 64, "BV": d_v, "num_warps": 4, "num_stages": 3 if kernel == "pass" else 1}
 
@@ -113,8 +114,10 @@ def _pass_over(
 
 
 def _constants(q: Tensor, v: Tensor, beta: Tensor | None, cut: Layout) -> dict[str, Any]:
-    strong = beta is not None
-    return dict(K=q.shape[3], V=v.shape[3], C=cut.chunk, STRONG=strong, PACKED=cut.packed, PRECISION=precision(q))
+    dot = sizes.products(q.dtype, q.shape[3])
+    return dict(
+        K=q.shape[3], V=v.shape[3], C=cut.chunk, STRONG=beta is not None, PACKED=cut.packed, PRECISION=dot
+    )  # fmt: skip
 
 
 def _where(q: Tensor, v: Tensor, cut: Layout) -> tuple[Any, ...]:
@@ -126,7 +129,7 @@ def _where(q: Tensor, v: Tensor, cut: Layout) -> tuple[Any, ...]:
 
 def _twice(
     kernel: Any, name: str, tensors: tuple[Tensor, ...], programs: int,
-    q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cut: Layout, shallow: bool = True, **more: bool,
+    q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cut: Layout, shallow: bool = True, **more: int,
 ) -> None:  # fmt: skip
     """A kernel over chunks for the mild ones, where that is another kernel and they are not done, and for the rest."""
     limit = mild(q)
@@ -227,8 +230,8 @@ def _backward(
             hopper_diagonal_keys.keys_backward(
                 q, k, v, g, totals, do, states, dstates, dq, dk, dg, mild(q), bonus, dbonus
             )
-        more = dict(shallow=not plain, BONUS=bonus is not None)
-        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, **more)
+        more, parts = dict(shallow=not plain, BONUS=bonus is not None), exponents(q, g)["PARTS"]
+        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, SUMS=sums(parts), **more)
         if hv > h:
             dq, dk = (x.view(b, t, h, hv // h, d_k).sum(3).to(q.dtype) for x in (dq, dk))
     return [dq, dk, dv, dg, dbeta, dstart, dstart if dbonus is None else dbonus.sum(0)]

@@ -21,14 +21,23 @@ from torch import Tensor
 
 from axes.kernels.common.layout import interpreted
 from axes.kernels.common.tiles import WHOLE, floored, load_tile
+from axes.kernels.scalar.sizes import form
 
 
 def exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
     """PARTS of the logs g and the BOUND of a flat block's exponents for tokens of q's dtype: kernel constants."""
+    kind = form(q.dtype, q.shape[3])
     bound = 3.0 if q.dtype == torch.float16 else 40.0  # float16 has few exponents, the others 2^127
-    if q.dtype == torch.float32 or interpreted():  # the interpreter multiplies bit patterns of bfloat16
+    if kind == "pieces":
+        bound = 20.0  # the least of three pieces is 2^-24 of a number, and bfloat16 ends at 2^-133
+    if kind == "ieee" or interpreted():  # the interpreter multiplies bit patterns of bfloat16
         return {"PARTS": 0, "BOUND": bound}
-    return {"PARTS": 1 if g.dtype == torch.bfloat16 else 2, "BOUND": bound}
+    return {"PARTS": 3 if kind == "pieces" else 1 if g.dtype == torch.bfloat16 else 2, "BOUND": bound}
+
+
+def sums(parts: float) -> int:
+    """Summands for sums of gradients over tokens, beside logs in so many PARTS."""
+    return 2 if parts == 1 else int(parts)
 
 
 # ---- logs and their sums ---------------------------------------------------------------------------------------------
@@ -59,7 +68,7 @@ def _short(x):
 def split(log, PARTS: tl.constexpr):
     """bfloat16 summands of a float32 tile: 1 holds bfloat16 logs, 2 leave a relative error of 2^-18, 3 none.
 
-    PARTS = 0 leaves float32, for products that are IEEE (float32 tokens, the interpreter).
+    PARTS = 0 leaves float32, for products that are IEEE (float32 tokens with many keys, the interpreter).
     """
     if PARTS == 0:
         high, middle, low = log, log, log
@@ -83,11 +92,12 @@ def add_up(which, high, middle, low, PARTS: tl.constexpr):
         out = tl.dot(which.to(tl.float32), high, input_precision="ieee")
     else:
         chosen = which.to(tl.bfloat16)
-        out = tl.dot(chosen, high)
-        if PARTS >= 2:
-            out = tl.dot(chosen, middle, out)
-        if PARTS >= 3:
-            out = tl.dot(chosen, low, out)
+        if PARTS >= 3:  # the least first: the matrix units cut off what their sum does not hold
+            out = tl.dot(chosen, high, tl.dot(chosen, middle, tl.dot(chosen, low)))
+        else:
+            out = tl.dot(chosen, high)
+            if PARTS == 2:
+                out = tl.dot(chosen, middle, out)
     return out
 
 

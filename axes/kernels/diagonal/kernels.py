@@ -235,8 +235,8 @@ def values(
 def _key(
     pid, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
-    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
+    BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of dq, dk, dg and a chunk's share of dbonus, mild or DEEP; nothing if it is the other."""
     k_parts: tl.constexpr = (K + BK - 1) // BK
@@ -305,8 +305,8 @@ def _key(
         change = queries * dquery - keys * dkey
         last += tl.sum(change, 0)
         change -= keys * moved
-        high, middle, low = split(change, 0 if PARTS == 0 else 2)
-        dlog = change - add_up(i >= j, high, middle, low, 0 if PARTS == 0 else 2) + last[None, :]
+        high, middle, low = split(change, SUMS)
+        dlog = change - add_up(i >= j, high, middle, low, SUMS) + last[None, :]
         if BONUS:  # a query's own gate comes after it
             dlog -= queries * dquery
         if DEEP:
@@ -320,15 +320,15 @@ def _key(
 def keys(
     q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV, programs,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
-    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
+    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
+    BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """All mild chunks at once, or GROUP by GROUP those that are not: dq, dk and dg."""
     pid = tl.program_id(0).to(tl.int64) * GROUP
     if GROUP == 1:
         _key(
             pid, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
+            K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, SUMS, BOUND, MILD, PRECISION, DEEP,
         )  # fmt: skip
     elif _any_deep(totals, pid, programs, K, (K + BK - 1) // BK, GROUP, MILD):
         for n in range(GROUP):
@@ -336,7 +336,7 @@ def keys(
                 _key(
                     pid + n, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus,
                     offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP,
+                    K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, SUMS, BOUND, MILD, PRECISION, DEEP,
                 )  # fmt: skip
 
 

@@ -32,14 +32,15 @@ from torch import Tensor
 
 from axes.kernels import contain
 from axes.kernels.common import inverse
-from axes.kernels.common.layout import Layout, extent, layout, on_device, precision
+from axes.kernels.common.layout import Layout, extent, layout, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
-from axes.kernels.diagonal.channels import exponents
+from axes.kernels.diagonal.channels import exponents, sums
 from axes.kernels.diagonal_delta import pairs, passes
 from axes.kernels.diagonal_delta.gradients import gradients
+from axes.kernels.scalar.sizes import form, products
 
 if _GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.diagonal_delta import hopper, hopper_keys
@@ -55,14 +56,20 @@ _LOOK, _PROGRAMS = 4, 1024  # chunks that a program for closed gates looks at, a
 
 def _chunk(q: Tensor) -> int:
     """Tokens of a chunk."""
-    if q.dtype == torch.float32:
-        return 32 if q.shape[-1] <= 128 else 16
-    return 64
+    return 16 if q.dtype == torch.float32 else 64
+
+
+def _products(q: Tensor) -> str:
+    return products(q.dtype, q.shape[3])
 
 
 def _sizes(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
-    """Block sides. 16 bit: values go by 64 whatever V is; smaller blocks have met compiler faults."""
+    """Block sides. Products of warpgroups: values go by 64 whatever V is; smaller blocks have met compiler faults."""
     d_k, d_v = (power_of_2(x.shape[-1]) for x in (q, v))
+    if form(q.dtype, q.shape[-1]) == "pieces" and kernel != "gradients":
+        if kernel == "prepare":
+            return {"BK": max(TILE, min(d_k, 32)), "BV": TILE}
+        return {"BK": max(TILE, d_k), "BV": 64 if d_k >= 64 else max(TILE, min(d_v, 32))}
     if q.dtype == torch.float32:
         wide = max(TILE, d_k) if kernel == "serial" else max(TILE, min(d_k, 64))
         return {"BK": wide, "BV": max(TILE, min(d_v, 32))}
@@ -81,7 +88,11 @@ def _launch(q: Tensor, kernel: str, two: bool) -> dict[str, int]:
     has one buffer, which the next copy overwrites while products still read it.
     """
     if q.dtype == torch.float32:
-        return {"num_warps": {"gradients": 8, "solve": 1}.get(kernel, 4), "num_stages": 1}
+        warps = {"gradients": 8, "solve": 1}
+        if form(q.dtype, q.shape[-1]) == "pieces":  # a product of 16 x 16 is one warp's; 8 hold a state of 128 keys
+            serial = 8 if q.shape[-1] > 64 else 4
+            warps |= {"prepare": 2 if two else 1, "scale": 1, "scan": serial, "states": serial, "reverse": serial}
+        return {"num_warps": warps.get(kernel, 4), "num_stages": 1}
     if kernel == "solve":  # rows of a block in the registers of one warp
         return {"num_warps": 1, "num_stages": 1}
     if kernel in ("prepare", "scale", "gradients"):
@@ -94,7 +105,7 @@ def _launch(q: Tensor, kernel: str, two: bool) -> dict[str, int]:
 def _exponents(q: Tensor, g: Tensor) -> dict[str, int | float]:
     """channels.exponents, whose bound holds on both sides of a block's middle: FLAT; from one side it is twice that."""
     found = exponents(q, g)
-    return {"PARTS": min(2, found["PARTS"]), "BOUND": 2 * found["BOUND"], "FLAT": found["BOUND"]}
+    return {"PARTS": found["PARTS"], "BOUND": 2 * found["BOUND"], "FLAT": found["BOUND"]}
 
 
 def _plain(cuts: Layout, q: Tensor, v: Tensor) -> bool:
@@ -129,7 +140,7 @@ def _run_prepare(
         where = (cuts.offsets, cuts.units_of_slots, cuts.length, cuts.chunks)
         shape = dict(
             H=h, HV=hv, K=d, C=cuts.chunk, BK=block, TWO=two, LATE=not (two or early), SHARED=x is None,
-            PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "scale" if matrices is None else "prepare", two),
+            PACKED=cuts.packed, PRECISION=_products(q), **_launch(q, "scale" if matrices is None else "prepare", two),
         )  # fmt: skip
         constants = _exponents(q, g)
         flat = constants.pop("FLAT")
@@ -181,7 +192,7 @@ def _run_inverses(
     where = (cuts.offsets, cuts.units_of_slots, cuts.length, cuts.chunks)
     pairs.prepare_closed[_looks(cuts.slots * h)](
         q, k, k, k, beta, g, lowers, p, m, p, falls, *where, chunks=cuts.slots * h, LOOK=_LOOK, H=h, HV=h, K=d, C=64,
-        BK=64, TWO=False, LATE=not early, SHARED=True, PACKED=False, PRECISION=precision(q), FLAT=flat, **constants,
+        BK=64, TWO=False, LATE=not early, SHARED=True, PACKED=False, PRECISION=_products(q), FLAT=flat, **constants,
         **_launch(q, "prepare", False),
     )  # fmt: skip
     launch = _launch(q, "solve", False)
@@ -214,7 +225,7 @@ def _run_outputs(
             *scaled, v, v if two else y, *(matrices * (1 if two else 2)), totals, final if start is None else start,
             o, final, o, o, cuts.offsets, cuts.length, cuts.chunks,
             HV=hv, K=d, V=d_v, C=cuts.chunk, **sizes, TWO=two, STARTED=start is not None, RECORD=False,
-            PACKED=cuts.packed, PRECISION=precision(q), **_launch(q, "scan", two),
+            PACKED=cuts.packed, PRECISION=_products(q), **_launch(q, "scan", two),
         )  # fmt: skip
 
 
@@ -252,7 +263,7 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     cuts = layout(q.shape[0], q.shape[1], _chunk(q), cu_seqlens)
     h, hv, d, d_v = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
-    dot, late, constants = precision(q), not (two or early), _exponents(q, g)
+    dot, late, constants = _products(q), not (two or early), _exponents(q, g)
     states = q.new_empty(cuts.slots, hv, d_v, d)
     dstates, written, dwritten = torch.empty_like(states), torch.empty_like(v), torch.empty_like(v)
     dv, dg, dstart = torch.empty_like(v), torch.empty_like(g), torch.empty_like(dfinal)
@@ -319,7 +330,7 @@ def _backward(
                     v.shape[0] * v.shape[1], cuts.length, cuts.chunks, chunks=chunks, LOOK=_LOOK, **shape,
                     **_sizes(q, v, "gradients"),
                     FALL=_sizes(q, v, "prepare")["BK"], H=h, LATE=late, SHARED=x is None, OPEN=is_open, **constants,
-                    SUMS=min(2, 2 * constants["PARTS"]), **_launch(q, "gradients", two),
+                    SUMS=sums(constants["PARTS"]), **_launch(q, "gradients", two),
                 )  # fmt: skip
 
     def grouped(grad: Tensor) -> Tensor:

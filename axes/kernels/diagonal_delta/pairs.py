@@ -139,7 +139,7 @@ def prepare(
             reach = power(until(high, middle, low, C, True, PARTS))
         read = (reader * reach).to(kind)
         store_tile(as_, read, first, count, d, head, HV, K, C)
-        if PARTS == 0:
+        if PARTS == 0 or PARTS == 3:
             kept = power(after(high, middle, low, C, PARTS))
         else:  # closed gates cost digits that 16 bits do not have
             kept = power(total[None, :] - run)

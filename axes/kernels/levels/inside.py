@@ -16,10 +16,10 @@ from axes.kernels import contain
 from axes.kernels.common.layout import on_device, precision
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.levels import kernels
-from axes.kernels.levels.chain import settings
+from axes.kernels.levels.chain import chunk_length, settings
 from axes.kernels.levels.contain import contain as read_again
 from axes.kernels.scalar.launches import Chain, matrices
-from axes.kernels.scalar.sizes import chunk_length, cut
+from axes.kernels.scalar.sizes import cut
 
 
 def _constants(q: Tensor, v: Tensor, w: Tensor, *names: str) -> dict[str, Any]:

@@ -90,14 +90,12 @@ def settings(dtype: torch.dtype, value: int, key: int, rows: bool) -> dict[str, 
     """Tile sides, tokens of a chunk, warps and stages by dtype and widths; the only ones that are picked.
 
     rows: the features of a token are adjacent in memory. Where its tokens are (transposed views) IEEE products of
-    float32 stall on shared memory; there each number is three bf16 pieces, and the six products of pieces that reach
-    float32's last bits are summed on the matrix units (bf16x6), with the error of IEEE products and twice the speed.
+    float32 stall on shared memory; those in pieces on the matrix units take half the time.
     """
     if dtype == torch.float32 and rows:
         return {"C": 32, "BV": 64, "BK": 64, "num_warps": 4, "num_stages": 2, "PRECISION": "ieee"}
     if dtype == torch.float32:
-        pieces = "ieee" if layout.interpreted() else "bf16x6"  # the interpreter knows no pieces
-        return {"C": 64, "BV": 64, "BK": 64, "num_warps": 4, "num_stages": 2, "PRECISION": pieces}
+        return {"C": 64, "BV": 64, "BK": 64, "num_warps": 4, "num_stages": 2, "PRECISION": layout.pieces()}
     side = 128 if min(value, key) > 256 else 64
     return {"C": 64, "BV": side, "BK": side, "num_warps": side // 16, "num_stages": 3, "PRECISION": "tf32"}
 

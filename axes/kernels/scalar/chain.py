@@ -104,13 +104,13 @@ def _cut(
     segments: int,
 ) -> Cut:  # fmt: skip
     """The cut into `segments`, or with 0 into as many as the sizes ask for; special: early."""
-    b, t, hv, d_v = v.shape
+    (b, t, hv, d_v), d_k = v.shape, q.shape[3]
     if segments == 0 and cu is None:
         if delta and _plain(q, v, beta, erase, special):
             segments = plain_segments_of(b * hv, cdiv(t, 64))
         else:
-            segments = segments_of(b, t, hv, d_v, q.dtype, delta)
-    return cut(b, t, chunk_length(q.dtype), segments, cu)
+            segments = segments_of(b, t, hv, d_k, d_v, q.dtype, delta)
+    return cut(b, t, chunk_length(q.dtype, d_k), segments, cu)
 
 
 def _present(g: Tensor | None, delta: bool, segments: int) -> tuple[bool, ...]:
@@ -158,7 +158,7 @@ def _empty(q: Tensor, v: Tensor) -> Tensor:
 
 
 def _shapes(q, k, v, beta, g, erase, write, start, cu, delta, early, segments, record):
-    (b, t, _, d_k), (hv, d_v), c = k.shape, v.shape[2:], chunk_length(q.dtype)
+    (b, t, _, d_k), (hv, d_v), c = k.shape, v.shape[2:], chunk_length(q.dtype, k.shape[3])
     units, slots = extent(b, t, c, cu)
     o, final = _empty(q, v), q.new_empty(units, hv, d_v, d_k, dtype=torch.float32)
     if v.numel() == 0 or not record:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from axes.kernels.common import inverse
-from axes.kernels.common.layout import precision
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.common.tiles import TILE
 from axes.kernels.common.versions import gluon_refusal
 from axes.kernels.scalar import delta as scalar_delta
 from axes.kernels.scalar import tiles as scalar_tiles
 from axes.kernels.scalar import write as scalar_write
-from axes.kernels.scalar.sizes import Cut, settings
+from axes.kernels.scalar.sizes import Cut, form, products, settings
 
 if GLUON := gluon_refusal() is None:  # on an unknown Triton these modules raise, and the portable kernels run
     from axes.kernels.scalar import hopper, hopper_backward, hopper_write
@@ -50,8 +49,13 @@ class Chain(NamedTuple):
             T=cut.T, S=cut.S, L=cut.L, N=cut.N, C=cut.chunk, PACKED=cut.offsets is not None,
             H=h, HV=hv, K=d_k, V=d_v, tokens=b * t, GATED=self.g is not None, WEIGHTED=self.beta is not None,
             EARLY=self.early, ERASE=self.erase is not None,
-            PRECISION=precision(self.q), **settings(kernel, self.q.dtype, d_k, d_v, self.erase is not None), **more,
+            PRECISION=products(self.q.dtype, d_k), **settings(kernel, self.form, d_k, d_v, self.erase is not None),
+            **more,
         )  # fmt: skip
+
+    @property
+    def form(self) -> str:
+        return form(self.q.dtype, self.q.shape[3])
 
     @property
     def unit_heads(self) -> int:
@@ -75,12 +79,13 @@ def _merge(x: Chain, constants: Tensor, maps: Tensor, edge: Tensor | None, rever
     """First states of all segments (reverse: gradients of their last ones), from the edge of the entry inwards."""
     starts, s = x.state(), x.cut.S
     d_v, d_k = starts.shape[2:]
-    full, matrix = x.q.dtype == torch.float32, maps.ndim == 4
-    whole = not matrix or d_k <= 128 and not full
+    matrix = maps.ndim == 4
+    whole = not matrix or d_k <= 128
     given = dict(
         S=s, N=x.cut.N, HV=starts.shape[1], K=d_k, V=d_v, BK=max(TILE, power_of_2(d_k)), BV=16,
         FLAGS=max(TILE, power_of_2(s)), MATRIX=matrix, WHOLE=whole, GATED=matrix and x.spans is not None,
-        REVERSE=reverse, STARTED=edge is not None, PRECISION="ieee" if full else "tf32x3",
+        REVERSE=reverse, STARTED=edge is not None,
+        PRECISION="tf32x3" if x.form == "halves" else products(x.q.dtype, d_k),
         num_warps=8 if matrix and whole else 4, num_stages=3 if whole else 1,
     )  # fmt: skip
     run(scalar_tiles.merge, x.unit_heads * cdiv(d_v, 16), (constants, maps, x.spans, edge, starts), given)
@@ -260,7 +265,7 @@ def _mix(
         hopper_write.mix(role, *inner, x.beta, x.g, numbers, out, *kept, cut=(x.cut.S, x.cut.L, x.cut.N))
         return
     a, w = inner[0].shape[3], inner[2].shape[3]
-    blocks = settings("mix", x.q.dtype, a, w, x.g is not None or x.beta is not None)
+    blocks = settings("mix", x.form, a, w, x.g is not None or x.beta is not None)
     given = x.common("mix", A=a, W=w, STARTED=start is not None, ROLE=role) | blocks
     tensors = (
         *inner, own, x.beta, x.g, x.runs, start, out, final, trace, dots, dbeta, dg,
@@ -306,4 +311,4 @@ def write_backward(x: Chain, starts: Tensor | None, do: Tensor, dfinal: Tensor |
 def _parts(x: Chain, out: Tensor) -> int:
     """In how many blocks of columns `scalar_write.mix` makes a gradient like out."""
     width = out.shape[3]
-    return cdiv(width, settings("mix", out.dtype, x.q.shape[3] + x.v.shape[3] - width, width)["BV"])
+    return cdiv(width, settings("mix", x.form, x.q.shape[3] + x.v.shape[3] - width, width)["BV"])
