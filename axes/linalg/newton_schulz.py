@@ -45,7 +45,7 @@ def leaf_norm(x: Tensor) -> Tensor:
     if not _differentiated(x):
         norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
         return norm
-    zero = _is_zero(x)
+    zero = is_zero(x)
     return torch.where(zero, 0.0, torch.linalg.vector_norm(torch.where(zero, 1.0, x), dim=(-2, -1), keepdim=True))
 
 
@@ -53,7 +53,7 @@ def _differentiated(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _is_zero(x: Tensor) -> Tensor:
+def is_zero(x: Tensor) -> Tensor:
     """Whether a matrix is zero: (..., 1, 1)."""
     return (x == 0).all(-1, keepdim=True).all(-2, keepdim=True)
 
@@ -191,7 +191,7 @@ class Start(NamedTuple):
 
     def divisor(self, x: Tensor) -> Tensor:
         found = (leaf_norm(x) * self.factor + self.shift).clamp(min=self.floor)
-        return torch.where(_is_zero(x), torch.inf, found) if _differentiated(x) else found
+        return torch.where(is_zero(x), torch.inf, found) if _differentiated(x) else found
 
 
 # ---- in one launch ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from axes.linalg.formulas import by_autograd
-from axes.linalg.newton_schulz import Start, Triple, direct
+from axes.linalg.newton_schulz import Start, Triple, direct, is_zero
 
 
 def iterated(x: Tensor, start: Start, schedule: Sequence[Triple], size: float) -> Tensor:
@@ -55,8 +55,8 @@ class _Iterated(torch.autograd.Function):
             half = torch.baddbmm(change, change, gram, beta=b / 2, alpha=c)
             dy = torch.baddbmm(dy, factor, dy, beta=a).baddbmm_(half + half.mT, y)
         dy = (dy.reshape(x.shape)) / divisor
-        # the divisor: not where it is held at its floor, nor of a matrix of zeros
-        moves = (norm > 0) & (norm * start.factor + start.shift >= start.floor)
+        dy = torch.where(is_zero(x), 0.0, dy)
+        moves = (norm > 0) & (norm * start.factor + start.shift >= start.floor)  # the divisor: held at its floor or not
         along = (dy * x).sum((-2, -1), keepdim=True) * start.factor
         along = torch.where(moves, along / torch.where(moves, norm * divisor, 1.0), 0.0)
         return dy.addcmul_(x, along, value=-1), None, None, None

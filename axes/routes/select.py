@@ -246,7 +246,7 @@ def settle(
         network_kernel.settle(update, *widths)
     given.asked(update)
     kernel_terms.family(update)
-    _fastest(update)
+    _bends(update)
     _refusals(update)
     opaque.text(update)
     scales_values(update), erases_along_key(update), by_entry(update)
@@ -280,10 +280,10 @@ def _loop_by_name(update: StateUpdate, device: torch.device, shapes: Shapes, tim
 
 @fact
 def _bends(update: StateUpdate) -> bool:
-    """Whether torch's fastest route takes some operations a token, or passes over its state a few times: where it is
-    products of chunks, a loop over tokens does not reach it."""
-    route = _fastest(update)
-    return by_entry(update) if route == "chain" else route in (None, "substitution", "gram", "cascade")
+    """Whether torch's fastest route takes some operations a token, or passes over its state a few times, of one that is
+    a tile: where it is products of chunks, a loop over tokens does not reach it."""
+    route, tile = _fastest(update), update.parts().memory.kind in token.TILES
+    return tile and (by_entry(update) if route == "chain" else route in (None, "substitution", "gram", "cascade"))
 
 
 def _device(device: str | torch.device | Target) -> torch.device:

@@ -36,7 +36,8 @@ REGISTERS = 65536  # of a processor, 32 bits each
 _FEW = 32  # keys of a program that lie across warps: then sums over rows, which a way back has more of, stay in one
 _SPARE = 5  # tiles beside the states and their cotangents that a step holds at a time
 _SHAPES: dict[str, Shape] = {"scalar": (None,), "key": (None, "k"), "row": (None, "v"), "square": (None, "v", "k")}
-_USUAL = (64, 64)  # widths that are assumed where none are known
+_USUAL = 64  # a width that is assumed where none is known
+TILES = ("matrix", "slots", "entries")  # kinds of memory whose state is one
 _SMALL = (6, 8)
 WORTH = 512  # tokens of a call from which a loop of C is compiled, which takes as long as some thousands of them do
 _CHUNK = 32  # tokens between states that C keeps
@@ -90,12 +91,12 @@ def not_worth(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 def _no_walk(
     update: StateUpdate, shapes: Mapping[str, tuple[int, ...]], time: int, language: Language
 ) -> str | None:
-    if update.parts().memory.kind not in ("matrix", "slots", "entries"):
+    if update.parts().memory.kind not in TILES:
         return f"the state is a {update.parts().memory.kind} and no matrix"
     for n in "kv":
         if time != 1 or (n in shapes and len(shapes[n]) != 4):
             return "the kernels take (batch, time, head, width)"
-    d_v, d_k = (shapes[n][-1] if n in shapes else usual for n, usual in zip("vk", _USUAL, strict=True))
+    d_v, d_k = shapes["v"][-1] if "v" in shapes else _USUAL, shapes["k"][-1] if "k" in shapes else _USUAL
     found = walk(update, d_v, d_k, *_asked(True, language))
     return found.reason if type(found) is NoWalk else None
 

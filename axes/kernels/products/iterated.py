@@ -8,7 +8,8 @@ steps of them for a matrix, which the same program reads. Through a step, with G
     dx = a dy + Q dy + (b S + c (S G + G S)) x
 
 and through the quotient dX = dx / d - factor <dx, x> x / |X|_F, without the second term where |X|_F is zero or d is the
-floor. The gradient is an operator too, whose own derivatives are those of torch's form of all this.
+floor; that of a matrix of zeros is zero. The gradient is an operator too, whose own derivatives are those of torch's form
+of all this.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def _iterate_backward(
         s = b * s + c * (p + tl.trans(p))
         dx = _number(polynomials, step, 0) * dx + _product(q, dx) + _product(s, x)
     along = tl.where(moves, factor * tl.sum(dx * begun) / tl.where(moves, norm, 1.0), 0.0)
-    tl.store(dgiven + first + at, dx / divisor - along * begun, mask=inside)
+    there = tl.max(tl.where(begun == 0.0, 0, 1)) > 0  # a matrix of zeros, which stays so, has derivative zero
+    tl.store(dgiven + first + at, tl.where(there, dx / divisor - along * begun, 0.0), mask=inside)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -176,7 +178,8 @@ def _by_torch(x: Tensor, polynomials: list[float], steps: int, start: list[float
     x = x.mT if tall else x
     squares = x.square().sum((-2, -1), keepdim=True)
     norm = torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), 0.0)
-    x = x / (factor * norm + shift).clamp(min=floor)
+    zero = (x == 0).all(-1, keepdim=True).all(-2, keepdim=True)
+    x = x / torch.where(zero, torch.inf, (factor * norm + shift).clamp(min=floor))
     for step in range(steps):
         a, b, c = polynomials[3 * min(step, len(polynomials) // 3 - 1) :][:3]
         gram = x @ x.mT
