@@ -8,8 +8,8 @@ steps of them for a matrix, which the same program reads. Through a step, with G
     dx = a dy + Q dy + (b S + c (S G + G S)) x
 
 and through the quotient dX = dx / d - factor <dx, x> x / |X|_F, without the second term where |X|_F is zero or d is the
-floor; that of a matrix of zeros is zero. The gradient is an operator too, whose own derivatives are those of torch's form
-of all this.
+floor; that of a matrix of zeros is zero. The gradient is an operator too, whose own derivatives are those of torch's
+form of all this.
 """
 
 from __future__ import annotations
