@@ -545,7 +545,9 @@ def test_transformers(kind: str) -> None:
     assert torch.equal(cached, m.generate(prompt, use_cache=False, **options))
     first = m(TOKENS[:, :5], use_cache=True)
     second = m(TOKENS[:, 5:], past_key_values=first.past_key_values, use_cache=True)
-    torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), m(TOKENS).logits, rtol=0, atol=1e-10)
+    # Gemma2 rounds its attention to float32 whatever the dtype, and a last bit of a score may turn one of a weight
+    near = 1e-6 if kind == "Gemma2" else 1e-10
+    torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), m(TOKENS).logits, rtol=0, atol=near)
     for module in m.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
