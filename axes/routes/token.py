@@ -39,6 +39,7 @@ _SHAPES: dict[str, Shape] = {"scalar": (None,), "key": (None, "k"), "row": (None
 _USUAL = 64  # a width that is assumed where none is known
 TILES = ("matrix", "slots", "entries")  # kinds of memory whose state is one
 _SMALL = (6, 8)
+_FOLLOWED = "torch's compilers, and modes that follow its operations, do not look into C"
 WORTH = 512  # tokens of a call from which a loop of C is compiled, which takes as long as some thousands of them do
 _CHUNK = 32  # tokens between states that C keeps
 
@@ -78,12 +79,14 @@ def no_loop(update: StateUpdate, device: torch.device, shapes: Mapping[str, tupl
     if device.type != "cpu":
         return f"loops of C run on a CPU, not on {device}"
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-        return "torch's compilers, and modes that follow its operations, do not look into C"
+        return _FOLLOWED
     return c_library.no_compiler() or _no_walk(update, shapes, time, "c")
 
 
 def not_worth(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Why nobody who did not ask for a loop of C waits for it to be compiled, or None where it pays."""
+    if torch.compiler.is_compiling():  # whose lengths may be any
+        return _FOLLOWED
     shape = shapes.get("v", ())
     return None if len(shape) == 4 and shape[0] * shape[1] >= WORTH else f"it is compiled for {WORTH} tokens or more"
 

