@@ -115,7 +115,7 @@ class _Shares(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mass: float) -> Tensor:
-        w = x.softmax(-1).mul_(mass)
+        w = x.softmax(-1) * mass
         ctx.mass = mass
         ctx.save_for_backward(x, w)
         return w
@@ -127,7 +127,7 @@ class _Shares(torch.autograd.Function):
             return by_autograd(lambda x: x.softmax(-1) * ctx.mass, (x,), (given,))[0], None
         found = w * given
         along = found.sum(-1, keepdim=True)
-        return found.addcmul_(w, along, value=-1 / ctx.mass), None
+        return torch.addcmul(found, w, along, value=-1 / ctx.mass), None
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class _Fourth(torch.autograd.Function):
         if torch.is_grad_enabled():
             return by_autograd(lambda x: _norm_link(x, 4), (x,), (given,))[0]
         along = (below * given).sum(leaf_dims(x), keepdim=True)
-        return (square * given).mul_(3 * inverse).addcmul_(below, -2 * inverse**3 * along)
+        return torch.addcmul(square * given * (3 * inverse), below, -2 * inverse**3 * along)
 
 
 @final
