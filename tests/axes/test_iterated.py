@@ -135,7 +135,8 @@ for call, kind in ((ours, torch.float32), (by_torch, torch.float64)):
     (dx,) = torch.autograd.grad(call(at), at, along, create_graph=True)
     second = torch.autograd.grad(dx, (at, along), again.to(kind), create_graph=True)
     third = torch.autograd.grad(second[0].square().sum(), along)
-    found.append((dx, *second, *third))
+    (bent,) = torch.autograd.grad(call(at).pow(3).sum(), at, create_graph=True)  # what comes back is made of x
+    found.append((dx, *second, *third, *torch.autograd.grad(bent, at, again.to(kind))))
 for a, b in zip(*found, strict=True):
     assert (a[0] - b[0]).norm() <= 1e-4 * b[0].norm(), float((a[0] - b[0]).norm() / b[0].norm())
     assert a[1].isfinite().all()

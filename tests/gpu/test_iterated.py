@@ -65,7 +65,7 @@ def test_one_launch_each_way(method: Any) -> None:
     theta = torch.randn(256, 16, 16, device="cuda", requires_grad=True)
     h = Spectral(method)
     h.primal(theta).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         made = h.primal(theta)
         torch.autograd.grad(made, theta, torch.ones(256, 16, 16, device="cuda"))
         torch.cuda.synchronize()

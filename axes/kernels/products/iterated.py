@@ -167,7 +167,8 @@ def _differentiate_again(
     """Of the gradient, in torch, which may differentiate it once more."""
     more = torch.is_grad_enabled()
     with torch.enable_grad():
-        x, dout = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, dout))
+        # Views end the walk back here where dout is made of x, as that of a power of the result is.
+        x, dout = (t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (x, dout))
         (dx,) = torch.autograd.grad(_by_torch(x, polynomials, steps, start), x, dout, create_graph=True)
         return list(torch.autograd.grad(dx, (x, dout), ddx, create_graph=more))
 
