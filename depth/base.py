@@ -212,7 +212,7 @@ class DepthMixer(nn.Module, ABC):
             signal = {**self.coefficients(theta).signal, "v": theta[..., 0, :]}
             state = self.update.init(signal, weights=(theta.mT,))
         # what enters is the first write, with weight one: a normaliser counts it
-        return state._replace(norm=tuple(torch.ones_like(n) for n in state.norm))
+        return state.but(norm=tuple(torch.ones_like(n) for n in state.norm))
 
     def read(self, streams: Streams) -> tuple[Tensor, Coefficients]:
         """Before the sublayer: x_in = S pre (B, T, d), and the coefficients that `write` will need."""

@@ -44,6 +44,10 @@ class State(NamedTuple):
     anchor: Leaves
     count: Tensor  # type: ignore[assignment]
 
+    def but(self, **fields: Any) -> State:
+        """The same with other fields: what `_replace` does, which torch 2.11's compiler cannot follow."""
+        return State(*(fields.get(name, x) for name, x in zip(State._fields, self, strict=True)))
+
     def to(self, dtype: torch.dtype) -> State:
         """The same held in this dtype: one of 16 bits halves what a step reads and writes, and rounds it every time."""
         return _each(self, lambda x: x.to(dtype) if x.is_floating_point() else x)
@@ -200,7 +204,7 @@ def _one_after_another(p: Parts, state: State, signal: Signal) -> tuple[State, O
     count = state.count + 1
     for i in range(p.step.writes):
         state, out = step(_of_one_write(p, i == 0), state, one_write(p, signal, i))
-    return state._replace(count=count), out
+    return state.but(count=count), out
 
 
 def output(p: Parts, state: State, signal: Signal) -> Output:

@@ -268,7 +268,7 @@ def _state(update: StateUpdate, k: Tensor, v: Tensor, sequences: int, given: Ten
     zero = torch.zeros((), device=v.device, dtype=v.dtype if update.parts().memory.kind == _LIST else wide)
     like = {n: zero.expand(sequences, v.shape[2], x.shape[-1]) for n, x in (("k", k), ("v", v))}
     state = update.init(like)
-    return state if given is None else state._replace(theta=(given.to(wide),))
+    return state if given is None else state.but(theta=(given.to(wide),))
 
 
 # ---- replacing -------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Split(Across):
             segment = _Segment(ends, None if group.first else entered, out, left)
             out, left = _Leaving.apply(segment, segment.out, segment.left)
             memory = maps.with_rows(memory, left)
-        return out, memory._replace(count=count)
+        return out, memory.but(count=count)
 
     def _tokens(self, signal: Signal) -> list[list[int]]:
         v = cast(Tensor, signal["v"])

@@ -84,7 +84,7 @@ def _span(
 def _one(update: StateUpdate, part: Tokens, state: State, size: int, batch: int) -> tuple[Tensor, State]:
     """What is read in a chunk, and the state after it."""
     if _renews(update, state):
-        state = state._replace(anchor=update.output(state, datum(part, batch, 0)).weights)
+        state = state.but(anchor=update.output(state, datum(part, batch, 0)).weights)
     if is_factored(update):
         bent = not update.parts().h.is_identity and not update.parts().step.via
         return (_walked if bent else _factored)(update, part, state, size, batch)
@@ -105,7 +105,7 @@ def _renews(update: StateUpdate, state: State) -> bool:
 
 def _to_be_renewed(update: StateUpdate, state: State) -> State:
     """Without an anchor that nobody reads any more."""
-    return state._replace(anchor=state.theta) if _renews(update, state) else state
+    return state.but(anchor=state.theta) if _renews(update, state) else state
 
 
 def again(function: Callable[..., Any], *given: Any) -> Any:
@@ -136,11 +136,11 @@ def live(signal: Tokens, state: State, q: Tensor) -> bool:
 def _chunk(update: StateUpdate, signal: Tokens, state: State, size: int) -> tuple[Output, State]:
     """All data of one chunk; leaves of the output have time before their matrix dimensions."""
     p = update.parts()
-    timeless = state._replace(theta=_with_time(state.theta), anchor=_with_time(state.anchor))
+    timeless = state.but(theta=_with_time(state.theta), anchor=_with_time(state.anchor))
     u = execution.drive(p, Datum(timeless, signal, resolve(p.step.rate, signal), timeless.theta, timeless.anchor))
     u, via = _through(update, state.via, signal, u, size)
     response, new = _stage(update, state, signal, u, size)
-    return execution.at_point(p, *response, by_formula=True), new._replace(via=via)
+    return execution.at_point(p, *response, by_formula=True), new.but(via=via)
 
 
 def _through(update: StateUpdate, states: Filters, signal: Tokens, u: Leaves, size: int) -> tuple[Leaves, Filters]:
@@ -305,7 +305,7 @@ def _factored(update: StateUpdate, signal: Tokens, state: State, size: int, batc
 
     def shadow(s: State) -> State:
         place = size + next(i for i, x in enumerate(starts) if x is s)
-        return s._replace(theta=(basis[place],) * len(factors))
+        return s.but(theta=(basis[place],) * len(factors))
 
     via = tuple(shadow(s) if isinstance(s, State) else tuple(shadow(t) for t in s) for s in state.via)
     u, via = _through(update, via, signal, (basis[:size],) * len(factors), size)
@@ -316,10 +316,10 @@ def _factored(update: StateUpdate, signal: Tokens, state: State, size: int, batc
         return tuple(_Moving(c, a, b, w) for c, (a, b), w in zip(coordinates, factors, begun, strict=True))
 
     def solid(s: State) -> State:
-        return s._replace(theta=tuple(m.last() for m in leaves(_with_time(s.theta))))
+        return s.but(theta=tuple(m.last() for m in leaves(_with_time(s.theta))))
 
     ends = tuple(solid(s) if isinstance(s, State) else tuple(solid(t) for t in s) for s in via)
-    weights, after = leaves(point), solid(last)._replace(via=ends)
+    weights, after = leaves(point), solid(last).but(via=ends)
     if update.parts().h.is_identity:
         return update.read(Output(cast(Leaves, weights), norm), cast(Tensor, signal["q"]), signal), after
 
@@ -343,7 +343,7 @@ def _walked(update: StateUpdate, signal: Tokens, state: State, size: int, batch:
         )
 
     read, theta = _linked(update, formed, state.theta, (), signal, size, batch)
-    return read, state._replace(theta=theta, count=state.count + size)
+    return read, state.but(theta=theta, count=state.count + size)
 
 
 def _linked(

@@ -44,7 +44,7 @@ def one(state: State) -> State:
     """A state of sequences that stand alike, with one count."""
 
     def single(s: State) -> State:
-        return s._replace(count=s.count[0].cpu()) if s.count.ndim else s
+        return s.but(count=s.count[0].cpu()) if s.count.ndim else s
 
     return _each(single, state)
 
@@ -53,7 +53,7 @@ def behind(before: State, end: State) -> State:
     """`end`, which began at `one(before)`, with the counts of its sequences."""
 
     def counted(b: State, e: State) -> State:
-        return e._replace(count=b.count + (e.count - b.count[0].cpu()).to(b.count.device)) if b.count.ndim else e
+        return e.but(count=b.count + (e.count - b.count[0].cpu()).to(b.count.device)) if b.count.ndim else e
 
     return _each(counted, before, end)
 
@@ -71,7 +71,7 @@ def _each(change: Callable[..., State], *states: Any) -> Any:
         via = tuple(_each(change, *xs) for xs in zip(*(s.via for s in states), strict=True))
         stats = tuple(_each(change, *xs) for xs in zip(*(s.stats for s in states), strict=True))
         *before, last = states
-        return change(*before, last._replace(via=via, stats=stats))
+        return change(*before, last.but(via=via, stats=stats))
     return tuple(_each(change, *xs) for xs in zip(*states, strict=True))
 
 

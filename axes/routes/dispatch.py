@@ -413,7 +413,7 @@ def _step_otherwise(
     if turned.still(update) is not update:
         return turned.run(update, kernel_terms.every_head(update, signal), state, 1, plain)
     if not several_writes:
-        before = state._replace(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
+        before = state.but(theta=(state.theta[0].clone(),)) if in_place else state  # it is read after the step
         return early.run(update, kernel_terms.every_head(update, signal), before, 1, lambda u, s, _: plain(u, s, state))
     one, count, outputs = several.one(update), state.count + 1, []
     tokens, reads = several.tokens(update, signal, 1), update.parts().step.reads
@@ -421,7 +421,7 @@ def _step_otherwise(
         token = {n: x[:, i : i + 1] if isinstance(x, Tensor) and x.ndim > 1 else x for n, x in tokens.items()}
         out, state = plain(one, token, state)
         outputs.append(out)
-    return out if reads == 1 else torch.stack(outputs[-reads:], -2), state._replace(count=count)
+    return out if reads == 1 else torch.stack(outputs[-reads:], -2), state.but(count=count)
 
 
 def _begun(update: StateUpdate, signal: Signal, time: int, weights: Leaves | None) -> State:
@@ -547,7 +547,7 @@ def _chain_of(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
     slots = iter(final.unbind(-2))
     theta, via = next(slots), []
     for s in state.via:
-        moved = tuple(t._replace(theta=(next(slots),), count=count) for t in _branches(s))
+        moved = tuple(t.but(theta=(next(slots),), count=count) for t in _branches(s))
         via.append(moved[0] if isinstance(s, State) else moved)
     return out, State((theta,), tuple(via), (), norm, (), count)
 
@@ -606,7 +606,7 @@ def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> 
         out, slots = form(slots, keys, values, asked, *(x[..., 0] for x in numbers))
         outputs.append(out)
     count = state.count + (k.shape[-2] - done)
-    return torch.cat(outputs, -2), state._replace(theta=(slots,), count=count)
+    return torch.cat(outputs, -2), state.but(theta=(slots,), count=count)
 
 
 _AS_GIVEN = frozenset(("attention", "token"))  # routes that take half precision as it is

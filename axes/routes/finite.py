@@ -65,7 +65,7 @@ def _set_aside(run: Run, update: StateUpdate, signal: Tokens, state: State, batc
     lost = behind.select(batch, -1)
     theta = (x.masked_fill(_of(lost, x), float("nan")) if x.is_floating_point() else x for x in after.theta)
     none = (behind | asked)[(..., *[None] * (out.ndim - batch - 1))]
-    return out.masked_fill(none, float("nan")), after._replace(theta=tuple(theta))
+    return out.masked_fill(none, float("nan")), after.but(theta=tuple(theta))
 
 
 def _apart(x: Tensor, batch: int, gate: bool) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[
         after = rotate(after, turned[..., None, None, :])
     count = q.shape[-2]
     number = memory.place(number + count).expand(*after.shape[:-3], 1, 1)
-    return out, state._replace(theta=(after, number), count=state.count + count)
+    return out, state.but(theta=(after, number), count=state.count + count)
 
 
 def _weights(memory: Fenwick, signal: Signal, k: Tensor) -> Tensor:

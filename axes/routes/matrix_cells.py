@@ -43,11 +43,11 @@ def by_steps(
         gate = decay[:, t, :, None].expand(*z.shape[:2], z.shape[-1])
         one = z.new_ones(()).expand(*gate.shape, 1)
         signal: dict[str, Tensor | float] = {"q": one, "k": one, "v": z.mT, "decay": gate, "write": -torch.expm1(gate)}
-        columns = state._replace(theta=(theta.mT[..., None],))
+        columns = state.but(theta=(theta.mT[..., None],))
         read, after = reference.run(update, {n: x[:, None] for n, x in signal.items()}, columns, time=1)  # type: ignore[index]
         outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], read[:, 0]))
         theta = after.theta[0][..., 0].mT
-        state = after._replace(theta=(theta,))
+        state = after.but(theta=(theta,))
     return torch.stack(outs, 1), state
 
 

@@ -138,7 +138,7 @@ def run(update: StateUpdate, signal: Signal, state: State | None, weights: Leave
     )  # fmt: skip
     out = substitution_kernel.read(top, signal, q, read.o, v.dtype)
     count = state.count + shape[1]
-    via = tuple(s._replace(theta=read.held, count=s.count + shape[1]) for s in _held(state))
+    via = tuple(s.but(theta=read.held, count=s.count + shape[1]) for s in _held(state))
     return out, State(read.weights, via, state.stats, state.norm, read.before, count)
 
 

@@ -178,4 +178,4 @@ def _pad_list(state: State, length: int, like: Tensor | None, stay: int) -> Stat
     pad = torch.nn.functional.pad
     keys, values = (torch.cat((x[..., :stay, :], pad(x[..., stay:, :], (0, 0, short, 0))), -2) for x in (keys, values))
     mass = torch.cat((mass[..., :stay], pad(mass[..., stay:], (short, 0), value=-torch.inf)), -1)
-    return state._replace(theta=(keys, values, mass, *owed))
+    return state.but(theta=(keys, values, mass, *owed))

@@ -110,7 +110,7 @@ def run(
         outs, ends, carries = [], [], []
         bounds: list[int] = cu_seqlens.tolist()
         for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):  # each has a length and a state of its own
-            own = state._replace(theta=(state.theta[0][n : n + 1],))
+            own = state.but(theta=(state.theta[0][n : n + 1],))
             mine = tuple(x[n : n + 1] for x in carry)
             if b > a:
                 each = tuple(x[:, a:b] for x in given)
@@ -120,7 +120,7 @@ def run(
             carries.append(mine)
         whole = tuple(torch.cat(x) for x in zip(*carries, strict=True))
         longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
-        after = state._replace(theta=(torch.cat(ends),), count=state.count + longest)
+        after = state.but(theta=(torch.cat(ends),), count=state.count + longest)
         return torch.cat(outs, 1).to(dtype), after, whole
 
 

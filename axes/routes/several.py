@@ -53,7 +53,7 @@ def run(
         read = out.narrow(time + 1, n - reads, reads)
         out = out.select(time + 1, n - 1) if reads == 1 else read.movedim(time + 1, -2)
     before = 0 if state is None else state.count
-    return out, end._replace(count=before + (end.count - before) // n)
+    return out, end.but(count=before + (end.count - before) // n)
 
 
 def tokens(update: StateUpdate, signal: Signal, time: int, alone: bool = False) -> dict[str, Tensor | float]:

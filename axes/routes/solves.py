@@ -62,14 +62,14 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: 
         for part in zip(*(y.split(lengths, -2) for y in (gate, rate, key, x)), strict=True):
             out, matrix = cascade.again(some, part, matrix) if twice else some(part, matrix)
             outputs.append(out)
-        found[i] = begun._replace(theta=(matrix,), count=begun.count + size)
+        found[i] = begun.but(theta=(matrix,), count=begun.count + size)
         return torch.cat(outputs, -2)
 
     own = {"q": across("columns", q), "k": k, "v": v, **{per.name: signal[per.name] for per in chain.demands()}}
     out, end = compute(chain, own, State(state.theta, (), (), (), (), state.count), batch)
     out = across("rows", out)
     stats = tuple(found[i] for i in range(len(h.sides)))
-    return out, state._replace(theta=end.theta, stats=stats, count=state.count + size)
+    return out, state.but(theta=end.theta, stats=stats, count=state.count + size)
 
 
 __all__ = ["chain_of", "run"]

@@ -46,7 +46,7 @@ def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int
             size -= lengths[-1]
     for part, size in zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True):
         if isinstance(at, Anchor) and count % at.every == 0:
-            state = state._replace(anchor=state.theta)
+            state = state.but(anchor=state.theta)
         out, state = _chunk(update, part, state, part["q"])
         outputs.append(out)
         count += size
@@ -114,8 +114,8 @@ def _chunk(update: StateUpdate, signal: Tokens, state: State, q: Tensor | float)
             last = Asked.of(p, datum(signal, len(c.batch), c.size - 1))
             _, held = response(p, c.seen(u, before)[..., -1, :], last)
     ends = (outer(h, c.written[..., -1, :]) for h in held)
-    via = tuple(s._replace(theta=(w,), count=s.count + c.size) for s, w in zip(cast(Any, state.via), ends, strict=True))
-    return c.read(u, q), state._replace(theta=(c.last(u),), via=via, count=state.count + c.size)
+    via = tuple(s.but(theta=(w,), count=s.count + c.size) for s, w in zip(cast(Any, state.via), ends, strict=True))
+    return c.read(u, q), state.but(theta=(c.last(u),), via=via, count=state.count + c.size)
 
 
 def _solved(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:

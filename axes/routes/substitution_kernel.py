@@ -272,7 +272,7 @@ def _held(
         if cu_seqlens is not None:  # an empty sequence keeps what it had
             some = (cu_seqlens[1:] > cu_seqlens[:-1])[:, None, None, None]
             theta = torch.where(some, theta, s.theta[0])
-        found.append(s._replace(theta=(theta,), count=s.count + length))
+        found.append(s.but(theta=(theta,), count=s.count + length))
     return tuple(found)
 
 

@@ -274,7 +274,7 @@ def _program(
         state = pytree.tree_unflatten(leaves, form.spec)
         signal = {n: given[n] for n in form.signal}
         if renewed:
-            state = state._replace(anchor=execution.primal(update.parts(), state.theta, state, signal))
+            state = state.but(anchor=execution.primal(update.parts(), state.theta, state, signal))
         after, shown = update.step(state, signal)
         out = {OUT: update.read(shown, signal["q"], signal)}
         new = pytree.tree_leaves(after)

@@ -76,7 +76,7 @@ def run(
         kept = packing.offsets.diff() > 0
         last = total[0, places] * kept.view(-1, *[1] * (total.ndim - 2))
     theta = tuple(rotate(x.mT, last[..., None, :].to(x.dtype)).mT for x in end.theta)
-    return out, end._replace(theta=theta)
+    return out, end.but(theta=theta)
 
 
 def _turn(total: Tensor) -> Turn:
