@@ -34,10 +34,11 @@ def chosen(update: StateUpdate, given: Signal, device: str) -> Choice:
 
 
 def contained(update: StateUpdate, choice: Choice) -> bool:
-    """Whether a kernel makes again what a token that is not finite did to earlier ones of its chunk."""
+    """Whether a token that is not finite reaches no earlier one of its chunk: a kernel makes that again, or zeros stand
+    in for it."""
     if choice.route == "attention" and choice.implementation != "triton":
         return attention.asked(update)[0] is None or update.parts().memory.window is not None
-    return choice.implementation == "triton" and choice.route != "cascade"
+    return choice.implementation == "triton"
 
 
 def check(out: Tensor, at: int, named: Named, reach: int, loose: float) -> None:

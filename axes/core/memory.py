@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -360,7 +361,9 @@ class MLP(RankOne):
         d = empty.shape[-1]
         generator = torch.Generator().manual_seed(0)
         shapes = ((d, self.expansion * d), (self.expansion * d, d))
-        draws = (torch.randn(s, generator=generator, dtype=torch.float64) / math.sqrt(s[1]) for s in shapes)
+        transformed = torch._C._are_functorch_transforms_active()  # for vmap these are no random numbers
+        with torch._C._DisableFuncTorch() if transformed else nullcontext():
+            draws = [torch.randn(s, generator=generator, dtype=torch.float64) / math.sqrt(s[1]) for s in shapes]
         return tuple(w.to(empty).expand(*empty.shape[:-2], *w.shape) for w in draws)
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, nn.Parameter)
@@ -35,4 +36,29 @@ def by_autograd(
     return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in given)
 
 
-__all__ = ["by_autograd", "by_formula"]
+def read(x: Tensor) -> list[Any]:
+    """Every number of a tensor, on the host; of one that a vmap cuts in slices, those of all slices."""
+    while _transformed() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.flatten().tolist()
+
+
+def again(function: Callable[..., Any], *given: Any) -> Any:
+    """Computed once more in the backward pass instead of kept; where a transform of torch.func follows, which knows no
+    hooks of what is saved, it is kept."""
+    if _transformed():
+        return function(*given)
+    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives follow, `torch.func.jvp` and the like."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def followed() -> bool:
+    """Whether a transform of torch.func or forward mode follows, which derivatives by hand tell nothing."""
+    return _transformed() or forward_mode()
+
+
+__all__ = ["again", "by_autograd", "by_formula", "followed", "forward_mode", "read"]

@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from axes.core import execution
 from axes.core.algorithms import Anchor, Read, Sum
@@ -31,6 +30,7 @@ from axes.core.legality import gates
 from axes.core.memory import Factors, Leaves, RankOne
 from axes.core.rates import Per, rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
+from axes.linalg.formulas import again
 from axes.routes.each import Each
 from axes.routes.scan import cumulative
 from axes.routes.spans import datum, sizes, split
@@ -106,11 +106,6 @@ def _renews(update: StateUpdate, state: State) -> bool:
 def _to_be_renewed(update: StateUpdate, state: State) -> State:
     """Without an anchor that nobody reads any more."""
     return state.but(anchor=state.theta) if _renews(update, state) else state
-
-
-def again(function: Callable[..., Any], *given: Any) -> Any:
-    """Computed once more in the backward pass instead of kept."""
-    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 def _keeps(update: StateUpdate, state: State, parts: Sequence[tuple[Tokens, int]], q: Tensor) -> int:
@@ -390,4 +385,4 @@ def _drives(update: StateUpdate, state: State, signal: Tokens) -> Factors:
     return p.memory.factors(weights, x, -r, signal, encode=p.cost.encode)
 
 
-__all__ = ["KEPT", "again", "is_factored", "live", "run"]
+__all__ = ["KEPT", "is_factored", "live", "run"]

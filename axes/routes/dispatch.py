@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from axes.core import reference
 from axes.core.chain import chain
@@ -21,7 +20,7 @@ from axes.core.derived import by_entry
 from axes.core.memory import Leaves, normalised
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.linalg.formulas import by_formula
+from axes.linalg.formulas import again, by_formula
 from axes.routes import (
     attention,
     cascade,
@@ -463,7 +462,7 @@ def _execute(
     if state is None:
         state = update.init(_each(moved, batch, lambda x: x.select(batch, 0)), weights)
     route = _route(choice, batch)
-    if choice.implementation == "triton" or q.is_cuda and attention.reads_again(update, moved):
+    if choice.implementation == "triton" or attention.reads_again(update, moved) and attention.softmax.may_mend(q):
         out, state = route(update, moved, state)
     else:
         out, state = contained(route, update, moved, state, batch)
@@ -517,7 +516,7 @@ def _run_chain(update: StateUpdate, signal: Signal, state: State, batch: int) ->
     outputs = []  # span by span, each computed again in the backward pass: entries of a state are kept for one alone
     for part in split(signal, batch, sizes(length, _SPAN, None, 0)):
         if torch.is_grad_enabled():
-            out, state = checkpoint(_chain_of, update, part, state, batch, use_reentrant=False)
+            out, state = again(_chain_of, update, part, state, batch)
         else:
             out, state = _chain_of(update, part, state, batch)
         outputs.append(out)

@@ -5,15 +5,15 @@ the tokens before it. So the outputs of a sequence are looked at once, by their 
 sequence is halved until what is finite is found by the route and the rest by the interpreter, token by token. Where a
 compiler follows a route on a CPU, and on a GPU, where a look would wait for the device, nothing depends on a number:
 torch's routes are given zeros in the place of values that are not finite, and from their token on a head's outputs and
-its memory are NaN. Kernels have a remedy of their own (`axes.kernels.contain`), torch's fused attention on a GPU as
-well; those of two layers have none: a NaN may reach earlier tokens of its chunk, never an earlier chunk, another
-sequence or head.
+its memory are NaN; so are the kernels of two layers. All others have a remedy behind them (`axes.kernels.contain`),
+torch's fused attention on a GPU as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,32 +37,43 @@ def contained(run: Run, update: StateUpdate, signal: Tokens, state: State, batch
     q = signal["q"]
     assert isinstance(q, Tensor)
     if not _may_look(q):
-        return _set_aside(run, update, signal, state, batch)
+        return set_aside(run, update, signal, state, batch, batch)
     out, after = run(update, signal, state)
     if is_finite(out):
         return out, after
     return _halved(run, update, signal, state, batch, (out, after))
 
 
-def _set_aside(run: Run, update: StateUpdate, signal: Tokens, state: State, batch: int) -> tuple[Tensor, State]:
-    """The same without a look at any number."""
+def set_aside(
+    run: Callable[[StateUpdate, Tokens, Any], tuple[Tensor, State]],
+    update: StateUpdate,
+    signal: Tokens,
+    state: State | None,
+    batch: int,
+    time: int,
+) -> tuple[Tensor, State]:
+    """`contained` without a look at any number: zeros stand in for what is not finite, and a head's outputs and its
+    memory are NaN from there on. signal: T in dimension `time`, `batch` others around it, then features."""
     q = signal["q"]
     assert isinstance(q, Tensor)
-    if q.shape[batch] <= 1:
+    if q.shape[time] <= 1:
         return run(update, signal, state)  # there is no earlier token
     logs, clean = log_gates(update), dict(signal)
-    asked, written = (torch.zeros((), dtype=torch.bool, device=q.device) for _ in range(2))
+    asked, written = None, None
     for name, x in signal.items():
         if not isinstance(x, Tensor) or x.ndim <= batch or not x.is_floating_point():
             continue
+        if name not in ("q", "k", "v") and (x.shape[time] == 1 or x.stride(time) == 0):
+            continue  # of all tokens: there is no earlier one
         clean[name], bad = _apart(x, batch, name in logs)
         if name == "q":  # memories do not hear of it
             asked = bad
         else:
-            written = written | bad
-    behind = written.cumsum(batch) > 0
+            written = bad if written is None else written | bad
+    assert asked is not None and written is not None
+    behind = written.cumsum(time) > 0
     out, after = run(update, clean, state)
-    lost = behind.select(batch, -1)
+    lost = behind.select(time, -1)
     theta = (x.masked_fill(_of(lost, x), float("nan")) if x.is_floating_point() else x for x in after.theta)
     none = (behind | asked)[(..., *[None] * (out.ndim - batch - 1))]
     return out.masked_fill(none, float("nan")), after.but(theta=tuple(theta))
@@ -175,4 +186,4 @@ def _may_look(x: Tensor) -> bool:
     return _get_current_dispatch_mode() is None
 
 
-__all__ = ["contained", "is_finite", "log_gates", "require_finite"]
+__all__ = ["contained", "is_finite", "log_gates", "require_finite", "set_aside"]

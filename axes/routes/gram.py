@@ -18,6 +18,7 @@ from torch import Tensor
 
 from axes.core.memory import inverse_length
 from axes.errors import AxesError
+from axes.linalg.formulas import followed
 from axes.routes.states import states
 
 _FIRST = (
@@ -34,9 +35,9 @@ def sim(start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, encode: bo
     that inner product is what a gate needs anyway.
     """
     overlap, gram = v @ start, v @ v.mT  # (..., C, d_k), (..., C, C)
-    kept, written = cast(tuple[Tensor, Tensor], _Turned.apply(overlap, gram, k, step, encode))
-
-    out, last = cast(tuple[Tensor, Tensor], _Read.apply(start, kept, written, v, q))
+    turned, read = (_turned, _outputs) if followed() else (_Turned.apply, _Read.apply)
+    kept, written = cast(tuple[Tensor, Tensor], turned(overlap, gram, k, step, encode))
+    out, last = cast(tuple[Tensor, Tensor], read(start, kept, written, v, q))
     return out, _unit(last)
 
 
@@ -45,6 +46,18 @@ def _turn(p: Tensor, key: Tensor, step: Tensor, square: Tensor, encode: bool) ->
     turn = step * (key - p if encode else key)
     norm = torch.rsqrt(1 + turn * turn * (square - p * p).clamp_min(0))
     return norm * (1 - turn * p), norm * turn
+
+
+def _turned(overlap: Tensor, gram: Tensor, k: Tensor, step: Tensor, encode: bool) -> tuple[Tensor, Tensor]:
+    """`_Turned` by torch's operations, which anybody follows."""
+    found = []
+    for t, (key, rate) in enumerate(zip(k.unbind(-2), step[..., None].unbind(-2), strict=True)):
+        pairs = gram[..., t, t:, None]  # with itself and with later ones
+        found.append(_turn(overlap[..., 0, :], key, rate, pairs[..., 0, :], encode))
+        a, b = (x[..., None, :] for x in found[-1])
+        overlap = overlap[..., 1:, :] * a + pairs[..., 1:, :] * b
+    a, b = (torch.stack(x, -2) for x in zip(*found, strict=True))
+    return a, b
 
 
 class _Turned(torch.autograd.Function):
@@ -115,8 +128,8 @@ def dec(
     def flat(x: Tensor) -> Tensor:
         return x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
 
-    rates = [None if x is None else flat(x[..., None]) for x in (step, keep)]
-    found = _Decoded.apply(flat(start), flat(k), flat(v), flat(q), *rates)
+    own = flat(start), flat(k), flat(v), flat(q), flat(step[..., None]), None if keep is None else flat(keep[..., None])
+    found = _held(*own)[:2] if followed() else _Decoded.apply(*own)
     out, last = (x.unflatten(0, batch) for x in cast(tuple[Tensor, ...], found))
     return out, _unit(last) if keep is None else last
 
@@ -156,6 +169,30 @@ def _decoded(
     return keep - b * p * inverse, b
 
 
+def _held(
+    start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What is read, the last slots, and of every token a, b, the error, p, |e|^2 and 1/|s|."""
+    state, one = start, start.new_ones(())
+    made: list[tuple[Tensor, ...]] = []
+    keeps = [None] * k.shape[1] if keep is None else keep.unbind(1)
+    tokens = (x.unbind(1) for x in (k, v[..., None], q[..., None], step))
+    for key, value, asked, rate, stay in zip(*tokens, keeps, strict=True):
+        read, inverse = key, None
+        if stay is not None:
+            inverse = inverse_length(state.square().sum(-2))
+            read = key * inverse
+        error = torch.baddbmm(value, state, read[..., None], alpha=-1)
+        p, square = torch.bmm(error.mT, state)[:, 0], error.square().sum(-2)
+        p = p if inverse is None else p * inverse
+        a, b = _decoded(p, square, inverse, read, rate, stay)
+        state = torch.baddbmm(state * a[:, None, :], error, b[:, None, :])
+        inverse = one if inverse is None else inverse
+        made.append((torch.bmm(state, asked)[..., 0], a, b, error[..., 0], p, square, inverse))
+    out, *met = (torch.stack(x, 1) if x[0].ndim else one for x in zip(*made, strict=True))
+    return out, state, met
+
+
 class _Decoded(torch.autograd.Function):
     """What is read (N, C, d_v) of the slots that the loop holds, and the last ones; its adjoint is the loop backwards.
 
@@ -164,23 +201,7 @@ class _Decoded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, k: Tensor, v: Tensor, q: Tensor, step: Tensor, keep: Tensor | None) -> Any:
-        state, one = start, start.new_ones(())
-        made: list[tuple[Tensor, ...]] = []
-        keeps = [None] * k.shape[1] if keep is None else keep.unbind(1)
-        tokens = (x.unbind(1) for x in (k, v[..., None], q[..., None], step))
-        for key, value, asked, rate, stay in zip(*tokens, keeps, strict=True):
-            read, inverse = key, None
-            if stay is not None:
-                inverse = inverse_length(state.square().sum(-2))
-                read = key * inverse
-            error = torch.baddbmm(value, state, read[..., None], alpha=-1)
-            p, square = torch.bmm(error.mT, state)[:, 0], error.square().sum(-2)
-            p = p if inverse is None else p * inverse
-            a, b = _decoded(p, square, inverse, read, rate, stay)
-            state = torch.baddbmm(state * a[:, None, :], error, b[:, None, :])
-            inverse = one if inverse is None else inverse
-            made.append((torch.bmm(state, asked)[..., 0], a, b, error[..., 0], p, square, inverse))
-        out, *met = (torch.stack(x, 1) if x[0].ndim else one for x in zip(*made, strict=True))
+        out, state, met = _held(start, k, v, q, step, keep)
         ctx.save_for_backward(start, k, q, step, keep, *met)
         return out, state
 

@@ -25,6 +25,7 @@ from axes.core.rates import Per, Signal, rate_shape, resolve
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
 from axes.routes import cascade, substitution_kernel
+from axes.routes.finite import set_aside
 from axes.routes.kernel_terms import every_head
 from axes.routes.substitution_kernel import BLOCK, WIDEST, Made, NotMade
 
@@ -115,15 +116,24 @@ def settle(update: StateUpdate, width: int, d_k: int) -> None:
 
 
 def run(update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None) -> tuple[Tensor, State]:
-    """Outputs (B, T, H, d_v) and the final state. Inputs keep their dtype, sums and states are float32."""
+    """Outputs (B, T, H, d_v) and the final state. Inputs keep their dtype, sums and states are float32. What is not
+    finite is set aside ahead of the launch: tokens of a block meet by masked products, forward and backward."""
+
+    def by_kernels(update: StateUpdate, signal: Signal, state: State | None) -> tuple[Tensor, State]:
+        return _run(update, signal, state, weights)
+
+    return set_aside(by_kernels, update, every_head(update, signal), state, batch=2, time=1)
+
+
+def _run(update: StateUpdate, signal: Signal, state: State | None, weights: Leaves | None) -> tuple[Tensor, State]:
     from axes.kernels.network.chain import network_chain
 
-    signal, top = every_head(update, signal), upper(update)
+    top = upper(update)
     q, k, v = (cast(Tensor, signal[n]) for n in "qkv")
     if state is None:
         state = update.init({n: substitution_kernel.first(x) for n, x in signal.items()}, weights)
     elif rest := -int(state.count) % BLOCK:  # up to where the next anchor stands
-        return substitution_kernel.up_to_anchor(update, signal, state, min(rest, v.shape[1]), cascade.run, run)
+        return substitution_kernel.up_to_anchor(update, signal, state, min(rest, v.shape[1]), cascade.run, _run)
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape = v.shape
     made = _response(update, shape[-1], substitution_kernel.names_of(update, signal))

@@ -18,6 +18,7 @@ from axes.core import reference
 from axes.core.state_update import State, StateUpdate
 from axes.kernels.common import versions
 from axes.kernels.recurrent.sizes import refusal
+from axes.linalg.formulas import followed
 from axes.routes.cells import Carry, Cell, VectorCell
 from axes.routes.choice import Choice, Implementation, NoImplementation, Plan, Target, require_implementation
 from axes.routes.matrix_cells import MatrixCell, Walk, by_steps
@@ -152,7 +153,7 @@ def _one(
     choice: Choice, update: StateUpdate, cell: Cell, given: tuple[Tensor, ...], matrices: tuple[Tensor, ...],
     carry: Carry, state: State,
 ) -> tuple[Tensor, State, Carry]:  # fmt: skip
-    if choice.implementation == "reference":
+    if choice.implementation == "reference" or followed():
         if isinstance(cell, VectorCell):
             return _by_steps(update, cell, carry, state, *given, *matrices)
         return *by_steps(update, state, *given, *matrices), ()

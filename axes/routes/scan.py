@@ -15,7 +15,7 @@ from torch import Tensor
 
 from axes.core.chain import Chain
 from axes.core.monoids import rotate
-from axes.linalg.formulas import by_autograd
+from axes.linalg.formulas import by_autograd, followed
 from axes.routes import by_rows, one_state, serial
 from axes.routes.precision import own_precision_back
 
@@ -135,7 +135,18 @@ def cumulative(gate: Tensor, drive: Tensor, start: Tensor) -> Tensor:
     """y_t = gate_t * y_{t-1} + drive_t, entry by entry, time in dimension -3; any gate."""
     length = max(gate.shape[-3], drive.shape[-3])
     gate, drive = (x.expand(*x.shape[:-3], length, *x.shape[-2:]) for x in (gate, drive))
+    if followed():
+        return torch.stack(_walked(gate.unbind(-3), drive.unbind(-3), start), -3)
     return cast(Tensor, _Cumulative.apply(gate, drive, start, False))
+
+
+def _walked(gates: Sequence[Tensor], drives: Sequence[Tensor], y: Tensor) -> list[Tensor]:
+    """Every y by torch's operations, which anybody follows."""
+    made = []
+    for gate, drive in zip(gates, drives, strict=True):
+        y = torch.addcmul(drive, gate, y)
+        made.append(y)
+    return made
 
 
 class _Cumulative(torch.autograd.Function):
@@ -145,13 +156,11 @@ class _Cumulative(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, drive: Tensor, start: Tensor, back: bool) -> Tensor:
         gates, drives, order = gate.unbind(-3), drive.unbind(-3), range(drive.shape[-3])
         first, *rest = order[::-1] if back else order
-        y = torch.addcmul(drives[first], gates[first], start)
         if torch.compiler.is_compiling():  # compilers follow no result into a part of a tensor
-            made = {first: y}
-            for t in rest:
-                made[t] = torch.addcmul(drives[t], gates[t], made[t + 1 if back else t - 1])
-            out = torch.stack([made[t] for t in order], -3)
+            along = slice(None, None, -1 if back else 1)
+            out = torch.stack(_walked(gates[along], drives[along], start)[along], -3)
         else:
+            y = torch.addcmul(drives[first], gates[first], start)
             out = y.new_empty((*y.shape[:-2], len(drives), *y.shape[-2:]))
             found = out.unbind(-3)
             found[first].copy_(y)

@@ -17,6 +17,7 @@ from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.rates import Signal
 from axes.core.state_update import State, StateUpdate
+from axes.linalg.formulas import again
 from axes.routes import cascade
 from axes.routes.spans import sizes
 from axes.routes.states import numbers, states
@@ -60,7 +61,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: 
         twice = made > cascade.KEPT and cascade.live(signal, state, q)
         outputs, matrix = [], begun.theta[0]
         for part in zip(*(y.split(lengths, -2) for y in (gate, rate, key, x)), strict=True):
-            out, matrix = cascade.again(some, part, matrix) if twice else some(part, matrix)
+            out, matrix = again(some, part, matrix) if twice else some(part, matrix)
             outputs.append(out)
         found[i] = begun.but(theta=(matrix,), count=begun.count + size)
         return torch.cat(outputs, -2)

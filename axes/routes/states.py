@@ -13,7 +13,7 @@ from torch import Tensor
 from axes.core.memory import Leaves
 from axes.core.parts import Parts
 from axes.core.rates import Signal, rate_shape, resolve
-from axes.linalg.formulas import by_autograd
+from axes.linalg.formulas import by_autograd, followed
 from axes.routes.scan import back_through, cumulative
 
 
@@ -32,6 +32,8 @@ def numbers(p: Parts, signal: Signal, like: Leaves, size: int) -> list[tuple[Ten
 
 def states(gate: Tensor, value: Tensor, key: Tensor, start: Tensor) -> Tensor:
     """(..., T, m, n) of gates (..., T, 1|m), of any sign, value (..., T, m), key (..., T, n); start (..., m, n)."""
+    if followed():
+        return _plain(gate, value, key, start)
     return cast(Tensor, _States.apply(gate, value, key, start))
 
 

@@ -28,6 +28,7 @@ from axes.core.parts import Parts
 from axes.core.rates import rate_shape, resolve
 from axes.core.state_update import State, StateUpdate
 from axes.errors import AxesError
+from axes.linalg.formulas import followed
 from axes.routes import one_state
 from axes.routes.spans import datum, sizes, split
 
@@ -131,8 +132,20 @@ def _solved(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return torch.linalg.solve_triangular(system, forced, upper=False, unitriangular=True)[..., 0].mT
 
 
+def _unrolled(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """`_settled` by operations that anybody follows: every u of all before it."""
+    none = c.deep(torch.zeros_like(before[0]))
+    found: list[Tensor] = []
+    for t, asked in enumerate(c.asked.tokens(len(c.batch), c.size)):
+        u = torch.cat((*(u[..., None, :] for u in found), none[..., t:, :]), -2)
+        found.append(response(c.p, c.seen(u.flatten(0, -3), before)[..., t, :], asked)[0])
+    return torch.stack(found, -2).flatten(0, -3)
+
+
 def _settled(c: _Chunk, before: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """u = rho(x(u)): found without derivatives, then once more with them."""
+    if followed():
+        return _unrolled(c, before)
     reads, _, pairs = before
     inputs = [x for x in (*c.signal.values(), reads) if isinstance(x, Tensor)]
     live = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

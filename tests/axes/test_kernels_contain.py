@@ -270,7 +270,7 @@ key[0, AT, 0] = 3e38 * asked[0, AT + 1, 0].sign()
 out = attend(asked, key, value, scale=0.3)
 assert torch.equal(out[:, :AT], whole[:, :AT]) and not out[:, AT + 1, 0].isfinite().any()
 
-softmax._may_mend = lambda x: True
+softmax.may_mend = lambda x: True
 q, k, v = (x.transpose(1, 2) for x in (q, k[:, OLD:].expand(-1, -1, 2, -1), v[:, OLD:].expand(-1, -1, 2, -1)))
 out = softmax.attend(q, k, v, 0.3)
 for i in range(6):
@@ -283,6 +283,49 @@ for t in range(LENGTH):
     scores = 0.3 * torch.einsum("bhd,bhsd->bhs", q[:, :, t].double(), k[:, :, some].double())
     want = torch.einsum("bhs,bhsd->bhd", torch.softmax(scores, -1), v[:, :, some].double())
     same(out[:, :, t], want, t)
+"""
+    )
+
+
+def test_compilers_follow_the_launch_behind_fused_attention() -> None:
+    """With the gradients of what is finite; where transforms of torch.func follow, no kernel looks."""
+    interpret(
+        """
+import math
+import torch
+from axes.kernels import contain
+from axes.routes.attention import softmax
+from torch.testing import assert_close
+
+torch.manual_seed(0)
+asked = []
+
+def may_mend(x):
+    asked.append(1)
+    return not softmax._transformed()
+
+softmax.may_mend = may_mend
+q, k, v = (torch.randn(2, 2, 40, 8) for _ in range(3))
+v[1, 0, 30, 2] = math.nan
+
+def read(q, k, v):
+    return softmax.attend(q, k, v, 0.3)
+
+whole = read(q, k, v)
+assert whole[:, :, :30].isfinite().all() and whole[1, 0, 30:, 2].isnan().all() and asked
+contain.PICKED = False
+assert not read(q, k, v)[:, :, :30].isfinite().all()  # this test could fail
+contain.PICKED = True
+compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
+assert torch.equal(compiled(q, k, v).nan_to_num(7), whole.nan_to_num(7))
+given = [x.clone().requires_grad_() for x in (q, k, v)]
+along = torch.randn(whole[0].shape)
+found = [torch.autograd.grad((run(*given)[0] * along).sum(), given) for run in (read, compiled)]
+for want, got in zip(*found, strict=True):
+    assert_close(got[0], want[0])
+    assert got[0].abs().max() > 0
+each = torch.compile(lambda *x: torch.func.vmap(read)(*x), backend="aot_eager", fullgraph=True)
+assert_close(each(q, k, v)[0], whole[0])
 """
     )
 

@@ -138,6 +138,48 @@ def test_the_passes_of_hopper_equal_the_recurrence(case: str) -> None:
     interpret(f"{PROGRAM}{HOPPER}check({WIDE[case]}, d=64, gain=0.1)\nassert len(launched) == 2")
 
 
+SPOILT = r"""
+from axes.kernels.common import versions
+from tests.spoilt import spoilt
+
+versions.refusal = lambda *given, **named: None
+LENGTH, AT, BEGUN = 22, 19, 9  # the last block of 16 has tokens ahead of it, and behind
+
+def same(got, want, what):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda said: f"{what}: {said}")
+
+def earlier(update):
+    torch.manual_seed(0)
+    given, named = spoilt(update, LENGTH, AT, 8, torch.float32)
+    part = lambda first, end: {n: x[:, first:end] for n, x in given.items()}
+    _, state = reference.run(update, part(0, BEGUN), time=1)  # within a block
+    live = {n: x.requires_grad_() for n, x in part(BEGUN, LENGTH).items()}
+    at = AT - BEGUN
+    out, last = dispatch.run(update, live, state, implementation="triton")
+    without, _ = network_kernel._run(update, live, state, None)
+    assert torch.equal(out[0], without[0])  # what is finite is as it was, bit for bit
+    assert not without[:, :at].isfinite().all()  # this test could fail
+    read = torch.randn(1, at, *out.shape[2:])
+    grads = dict(zip(live, torch.autograd.grad((read * out[:, :at]).sum(), live.values())))
+    for i, (n, x) in enumerate(named):
+        same(out[i, :, 1], out[0, :, 1], (n, x)), same(out[i, :at], out[0, :at], (n, x))
+        behind = slice(at, at + 1) if n == "q" else slice(at, None)  # a memory hears of no query
+        assert n == "nothing" or out[i, behind, 0].isnan().all(), (n, x)
+        for leaf in last.theta:
+            same(leaf[i, 1], leaf[0, 1], n)
+            assert leaf[i, 0].isnan().all() == (n not in ("nothing", "q")), n
+        for m, grad in grads.items():
+            same(grad[i], grad[0], (n, x, m))
+        if n == "q":
+            same(out[i, at + 1 :], out[0, at + 1 :], n)
+"""
+
+
+@pytest.mark.parametrize(("layer", "form"), [("TTTMLP", "hold.DTYPES"), ("Titans", "_"), ("Yaad", "_")])
+def test_what_is_not_finite_reaches_no_earlier_token_of_its_block_nor_its_gradient(layer: str, form: str) -> None:
+    interpret(f"{PROGRAM}{SPOILT}{form} = ON_CHIP\nfrom axes.sequence import {layer}\nearlier({layer}.update)")
+
+
 # ---- the identity ----------------------------------------------------------------------------------------------------
 
 

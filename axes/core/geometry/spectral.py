@@ -23,7 +23,7 @@ from axes.core.geometry.bregman import (
     wide,
 )
 from axes.errors import IllegalUpdate, ShapeError
-from axes.linalg.formulas import by_autograd, by_formula
+from axes.linalg.formulas import by_autograd, by_formula, followed
 from axes.linalg.matrix_roots import decomposed
 from axes.linalg.newton_schulz import SAFETY, Form, Moving, Start, Triple, iterate, polar_express_schedule
 from axes.linalg.polynomials import iterated
@@ -254,6 +254,7 @@ class _Power(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.power = inputs
         ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, given: Tensor) -> Any:
@@ -268,6 +269,12 @@ class _Power(torch.autograd.Function):
             change = first * change + torch.einsum("...ikj,...ik,...kj->...ij", second, change, change)
             (found,) = torch.autograd.grad(basis @ change @ basis.mT, matrix, given, create_graph=True)
         return found, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *rest: None) -> Tensor:
+        _, basis, spectrum, f, keep = ctx.saved_tensors
+        first = torch.nan_to_num(_first_differences(spectrum, f, keep, ctx.power))
+        return basis @ (first * (basis.mT @ change @ basis)) @ basis.mT
 
 
 def root_times(x: Tensor, matrix: Tensor, eps: float) -> Tensor:
@@ -325,7 +332,10 @@ def _held_up(matrix: Tensor, eps: float) -> Tensor:
 def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
     """theta (A + eps I)^{-1} of a semi-definite A, by Cholesky; None where A is so far from it that it has none.
 
-    A recorded step cannot look, nor go another way: what has no factor is not a number there."""
+    A recorded step cannot look, nor go another way: what has no factor is not a number there. Nor can transforms of
+    torch.func, which are told that there is none."""
+    if followed():
+        return None
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     factor, failed = torch.linalg.cholesky_ex(matrix.detach() + eps * eye)
     if failed.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -18,6 +18,7 @@ from torch import Tensor
 from axes.kernels.attention.flash import absorb, masses, scores, tile
 from axes.kernels.common import layout, tiles
 from axes.kernels.common.launch import Kernel
+from axes.kernels.common.operators import in_place
 from axes.kernels.common.sizes import power_of_2
 from axes.kernels.contain import first_bad, mend
 
@@ -157,15 +158,10 @@ def settings(dtype: torch.dtype, width: int) -> dict[str, int]:
     return {"BM": 64, "BN": 32, "num_warps": 4 if width <= 128 else 8, "num_stages": 1}
 
 
-def contain(
+def _contain(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, offsets: Tensor | None,
-    scale: float, old: int, window: int | None = None, stay: int = 0,
+    scale: float, old: int, window: int | None, stay: int,
 ) -> None:  # fmt: skip
-    """Read again, into o, what a kernel lost of queries to values that they do not see.
-
-    o and q (B, T, H, .), k and v (B, S, G, .), masses in two parts (B, S, G) or None, any strides but the last, which
-    is 1; offsets and old as `attend` has them; a query sees its last `window` pairs and the first `stay`, or all.
-    """
     chosen = settings(q.dtype, max(k.shape[3], v.shape[3]))
     units, h = q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[2]
     none = high is None or low is None
@@ -178,6 +174,21 @@ def contain(
             BV=max(16, power_of_2(v.shape[3])), LOOK=_LOOK, MASS=not none, PACKED=offsets is not None,
             WINDOW=window is not None, PRECISION=layout.precision(q), **chosen,
         )  # fmt: skip
+
+
+_operator = in_place("attention_again", _contain, ("o",))
+
+
+def contain(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, high: Tensor | None, low: Tensor | None, offsets: Tensor | None,
+    scale: float, old: int, window: int | None = None, stay: int = 0,
+) -> None:  # fmt: skip
+    """Read again, into o, what a kernel lost of queries to values that they do not see.
+
+    o and q (B, T, H, .), k and v (B, S, G, .), masses in two parts (B, S, G) or None, any strides but the last, which
+    is 1; offsets and old as `attend` has them; a query sees its last `window` pairs and the first `stay`, or all.
+    """
+    _operator(o, q, k, v, high, low, offsets, scale, old, window, stay)
 
 
 def contain_carried(

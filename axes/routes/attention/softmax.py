@@ -6,14 +6,16 @@ Memory is linear in T: no scores are kept, no bias of T x T is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from axes.kernels.common import versions
+from axes.linalg.formulas import again, forward_mode
 
 _BLOCK = 256  # queries that share a base of the masses, and a mask
 WIDEST = 256  # of keys and values that a kernel reads again
@@ -108,33 +110,37 @@ def _fused(
     if grouped and not (q.is_cuda and q.dtype in _HALF):  # elsewhere groups are multiplied out
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         grouped = False
-    out = scaled_dot_product_attention(
-        q, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
-    )
-    if q.shape[-2] > 1 and _may_mend(out):
-        _mend(out, q, keys, values, scale, first, window, stay)
+    with sdpa_kernel(SDPBackend.MATH) if forward_mode() else nullcontext():  # the fused ones have no derivative of it
+        out = scaled_dot_product_attention(
+            q, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
+        )
+    if q.shape[-2] > 1 and may_mend(out):
+        out = _mended(out, q, keys, values, scale, first, window, stay)
     return out[..., :width]
 
 
-def _may_mend(out: Tensor) -> bool:
-    """Whether a kernel may look behind torch's: on a GPU, while nobody traces (lines of layers record its launch)."""
-    if not out.is_cuda or type(out) is not Tensor or torch.compiler.is_compiling() or _transformed():
+def may_mend(x: Tensor) -> bool:
+    """Whether a kernel may look behind torch's: on a GPU, of plain tensors (compilers see an operator, lines of layers
+    record its launch)."""
+    if not x.is_cuda or type(x) is not Tensor or _transformed():
         return False
-    return out.dtype in versions.DTYPES and out.shape[-1] <= WIDEST and versions.refusal(out.device) is None
+    return x.dtype in versions.DTYPES and x.shape[-1] <= WIDEST and versions.refusal(x.device) is None
 
 
-def _mend(
+def _mended(
     out: Tensor, q: Tensor, keys: Tensor, values: Tensor, scale: float, first: int, window: int | None, stay: int
-) -> None:
-    """What queries lost to values that they do not see and that are not finite (`kernels/attention/contain`), in place:
-    torch's backward reads what is returned here."""
+) -> Tensor:
+    """With what queries lost to values that they do not see and that are not finite (`kernels/attention/contain`), in
+    place: torch's backward reads what is returned here. A compiler, which knows who else reads it, decides on that."""
     from axes.kernels import contain
     from axes.kernels.attention.contain import contain as read_again
 
     if contain.PICKED and out.numel():
+        out = out.clone() if torch.compiler.is_compiling() else out
         lines = (x.detach() for x in (out, q, keys, values))
         o, q, keys, values = ((x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in lines)
         read_again(o, q, keys, values, None, None, None, scale, first, window, stay)
+    return out
 
 
 def _by_blocks(
@@ -159,8 +165,7 @@ def _by_blocks(
                 None if mass is None else torch.cat((mass[..., :stay], mass[..., begin + stay : old + end]), -1),
             )
         read = partial(_block, q[..., first:end, :], *pairs, old + first - begin, window, stay, scale)
-        again = length > _BLOCK and torch.is_grad_enabled()
-        outputs.append(checkpoint(read, use_reentrant=False) if again else read())
+        outputs.append(again(read) if length > _BLOCK and torch.is_grad_enabled() else read())
     return torch.cat(outputs, -2)
 
 

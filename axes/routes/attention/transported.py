@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 
+from axes.linalg.formulas import again
 from axes.routes.attention.room import beside
 from axes.routes.attention.softmax import within
 
@@ -60,7 +60,7 @@ def attend(
         held = (*blocks[:n], *maps[:n], stored, values[..., : old + end, :])
         weight = None if mass is None else mass[..., : old + end] - mass[..., old + n * size, None].detach()
         read = partial(_read, queries[..., rows, :], own[..., rows, rows], scale, weight, window, stay, n, *held)
-        outputs.append(checkpoint(read, use_reentrant=False) if torch.is_grad_enabled() else read())
+        outputs.append(again(read) if torch.is_grad_enabled() else read())
     if len(blocks) == 1 and 2 * size < q.shape[-1]:
         stored = stored + stored @ (a.mT @ solved)[..., 0, :, :] @ b[..., 0, :, :]
         return torch.cat(outputs, -2), torch.cat((stored, blocks[0][..., :length, :]), -2)
