@@ -31,6 +31,7 @@ from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.charts import Capped, Chart, Constant, LogSigmoid, Sizes, Softplus
+from axes.sequence.features import Centred
 from axes.sequence.fused import Rate
 
 _PAPER = (
@@ -49,9 +50,13 @@ _BLOCK = (
     " dual"
     " state of its own token, exactly. What the paper leaves open: alpha = sigmoid and eta = max * sigmoid of a rank-32"
     " map, SiLU after the convolutions, an RMSNorm per head before the gate (sigmoid of Yaad's MLPs, else"
-    " SiLU), a learned initial memory per head"
+    " SiLU)"
 )
-_MLP_GATES = "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
+_LEARNED = ", a learned initial memory per head"
+# A learned one would be moved by an optimizer's rate a step in every entry, 3e-3 of AdamW's, and no norm takes it away
+# from what is read: pairs write 1e-3 an entry and less. It also has to begin somewhere only where zero has no gradient.
+_EMPTY = ", the empty memory first"
+_MLP_GATES = _LEARNED + "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
 _CALMLY = "; alpha is a 4,096th root of that sigmoid, LN has a gain of 0.2 and no bias, neither learned"
 
 _ROWS = Diagonal("decay", side="row")
@@ -215,10 +220,10 @@ class YaadMatrix(SequenceLayer):
     name = "yaad-matrix"
     paper = _PAPER
     equation = "eq. 26 with eqs. 13-14 over a matrix memory (table 4, linear memory)"
-    differs = _YAAD + _BLOCK
+    differs = _YAAD + _BLOCK + _EMPTY
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP)
-    block = Standard(initial=0.02, charts=(_DECAY, _MATRIX_ETA, _DELTA))
+    block = Standard(charts=(_DECAY, _MATRIX_ETA, _DELTA))
 
 
 @final
@@ -289,10 +294,19 @@ class MemoraMatrix(SequenceLayer):
     name = "memora-matrix"
     paper = _PAPER
     equation = "eqs. 20-21, 27 over a matrix memory, a softmax per row of mass sqrt(d_k)"
-    differs = _MEMORA + _BLOCK
+    differs = (
+        _MEMORA
+        + _BLOCK
+        + _EMPTY
+        + ". A row of one sum sees no more of a key than key less mean, and reads c mean(q) beside it: keys and queries"
+        " are less their mean"
+    )
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP)
-    block = Standard(initial=1.0, charts=(_DECAY, ("eta", Capped(0.03, scale=2 / 16, rank=32))))
+    # An even softmax shortens a step by sqrt(d_k): what is read lies far below an RMSNorm's usual eps at first.
+    block = Standard(
+        feature_map=Centred(), norm_eps=1e-12, charts=(_DECAY, ("eta", Capped(0.03, scale=2 / 16, rank=32)))
+    )
 
 
 @final
