@@ -59,7 +59,6 @@ from axes.kernels.rows.norm import add_norm
 from axes.kernels.rows.scaled import scale, scale_backward
 from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
-from axes.kernels.scalar import mass as mass_module
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.scalar.mass import mass_chain
 from axes.kernels.step import block_step, chain_step
@@ -151,13 +150,10 @@ def two_strengths(d: int) -> Callable[[], None]:
     return run
 
 
-def mass(d: int, dtype: torch.dtype = HALF, keys: bool = False) -> Callable[[], None]:
-    """keys: pass through too."""
-
+def mass(d: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
-        with patch.object(mass_module, "PICKED", keys):
-            both(mass_chain(q, k, v, beta, g)[: 4 if keys else 2])
+        both(mass_chain(q, k, v, beta, g))
 
     return run
 
@@ -544,7 +540,6 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper write 64": scalar(HALF, 64, plain=True, rule="write"),
     "write 128": scalar(HALF, 128, rule="write"),
     "mass 128": mass(128),
-    "mass 128 and keys": mass(128, keys=True),
     "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
     "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
     "diagonal bonus 128": diagonal(HALF, 128, "write", plain=True, strong=False, bonus=True),

@@ -70,7 +70,3 @@ CASES = {
 
 def test_equals_the_recurrence() -> None:
     interpret(PROGRAM + "\n".join(CASES.values()))
-
-
-def test_equals_the_recurrence_where_keys_pass_through() -> None:
-    interpret(PROGRAM + "from axes.kernels.scalar import mass\nmass.PICKED = True\n" + "\n".join(CASES.values()))

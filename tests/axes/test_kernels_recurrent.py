@@ -147,7 +147,7 @@ for name in ("forward", "backward"):
     setattr(held, name, type("Counted", (), {
         "__getitem__": lambda self, grid, kernel=getattr(held, name), name=name: launched.append(name) or kernel[grid]
     })())
-recurrent.no_kernel, hold.fits = lambda *_: None, lambda x: x.dtype in hold.DTYPES
+recurrent.no_kernel, hold.fits = lambda *_: None, lambda x, cu: x.dtype in hold.DTYPES
 """
 
 

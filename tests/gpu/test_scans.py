@@ -13,11 +13,10 @@ if not torch.cuda.is_available():
 
 from axes.kernels.entries.modes import modes_chain  # noqa: E402
 from axes.kernels.rows.mass import over_mass  # noqa: E402
-from axes.kernels.scalar import mass as mass_module  # noqa: E402
 from axes.kernels.scalar.chain import scalar_chain  # noqa: E402
 from axes.kernels.scalar.mass import mass_chain  # noqa: E402
 
-BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative errors of a whole tensor
+BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a whole tensor; angles have 1.1e-5
 ENDS = torch.tensor([0, 0, 1, 64, 264, 264, 328])
 
 
@@ -93,18 +92,17 @@ def draw_masses(length, d, dtype, b=2, h=2, hv=2, units=None, bare=False) -> dic
     return given
 
 
-def test_keys_that_pass_through_are_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passes_through_has_the_gradients_of_what_goes_around() -> None:
     """Of reads over their mass, as mLSTM has them; times are printed (-s)."""
     q, k, v = (normalize(torch.randn(8, 4096, 16, 128, device="cuda"), dim=-1).bfloat16() for _ in range(3))
     beta, g = torch.rand(8, 4096, 16, device="cuda"), -torch.rand(8, 4096, 16, device="cuda") / 8
     heard, found = torch.randn_like(v), []
-    for picked in (False, True):
-        monkeypatch.setattr(mass_module, "PICKED", picked)
+    for through in (False, True):
         leaves = [x.detach().requires_grad_() for x in (q, k, v, beta, g)]
 
-        def call(leaves=leaves):
-            mass, _, q, k = mass_chain(*leaves)
-            out = scalar_chain(q, k, *leaves[2:], rule="write")[0]
+        def call(leaves=leaves, through=through):
+            mass, _, *again = mass_chain(*leaves)
+            out = scalar_chain(*(again if through else leaves[:2]), *leaves[2:], rule="write")[0]
             return torch.autograd.grad(over_mass(out, mass.unsqueeze(-1), 1.0), leaves, heard)
 
         found.append(call())
@@ -116,7 +114,7 @@ def test_keys_that_pass_through_are_the_same_gradients(monkeypatch: pytest.Monke
             ended.record()
             ended.synchronize()
             times.append(begun.elapsed_time(ended))
-        print(f"keys pass through {picked}: {min(times):.3f} ms")
+        print(f"keys and queries pass through {through}: {min(times):.3f} ms")
     for a, b in zip(*found, strict=True):
         assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm()
 

@@ -27,7 +27,8 @@ def units(*shape: int, seed: int = 0) -> Tensor:
 def read(update: StateUpdate, k: Tensor, v: Tensor, q: Tensor, rates: dict[str, float], first: Tensor | None) -> Tensor:
     """What queries read behind all pairs: k, v (n, d), q (m, d), the rates those of rows; queries write nothing."""
     n, m = len(k), len(q)
-    signal: dict[str, Any] = {"k": torch.cat((k, q)), "v": torch.cat((v, torch.zeros(m, v.shape[1]))), "q": k.new_zeros(1)}
+    none = torch.zeros(m, v.shape[1])
+    signal: dict[str, Any] = {"k": torch.cat((k, q)), "v": torch.cat((v, none)), "q": k.new_zeros(1)}
     signal["q"] = torch.cat((torch.zeros_like(k), q))
     for name, rate in rates.items():
         kept = torch.full((n, v.shape[1]), rate, dtype=torch.float64)
@@ -44,7 +45,7 @@ def channels(y: Tensor) -> float:
 
 @pytest.mark.parametrize("eta", [0.004, 0.05])
 def test_moneta_over_a_matrix_stores_the_sixth_power_of_a_value(eta: float) -> None:
-    """The slope of |e|^3 is 3 v |v| at an empty memory, and the link cubes that: W k = 3 eta v^6 |k|_4^2 / |v^2|_4^2."""
+    """The slope of |e|^3 is 3 v |v| at an empty memory, and the link cubes it: W k = 3 eta v^6 |k|_4^2 / |v^2|_4^2."""
     k, v = units(1, 8), units(1, 8, seed=1)
     found = read(MonetaMatrix.update, k, v, k, {"decay": OPEN, "eta": eta}, None)[0]
     fourth = (k.pow(4).sum().sqrt()) / v.pow(8).sum().sqrt()

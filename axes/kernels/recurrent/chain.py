@@ -42,7 +42,7 @@ def _forward(
     x: Tensor, w: Tensor, b: Tensor, h: Tensor, y: Tensor, e: Tensor, cu_seqlens: Tensor | None, cell: str,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    if hold.fits(x):
+    if hold.fits(x, cu_seqlens):
         return hold.forward(x, w, b, h, y, e, cu_seqlens, cell, record)
     out, last, kept = _shaped(x, h, record)
     sizes, programs = _sizes(x, cu_seqlens)
@@ -69,7 +69,7 @@ def _shapes(
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     out, last, kept = _shaped(x, h, record)
-    if record and hold.fits(x):
+    if record and hold.fits(x, cu_seqlens):
         kept = hold.kept(x, cell)
     return out, *last, kept
 
@@ -78,7 +78,7 @@ def _backward(
     x: Tensor, w: Tensor, b: Tensor, h: Tensor, y: Tensor, e: Tensor, cu_seqlens: Tensor | None, cell: str,
     kept: list[Tensor], dout: Tensor, dh: Tensor, dy: Tensor, de: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    if hold.fits(x):
+    if hold.fits(x, cu_seqlens):
         return hold.backward(x, w, b, cu_seqlens, cell, kept, dout, dh, dy, de)
     us, hs, ys, es = kept
     dx, dh0, dy0, de0 = torch.empty_like(x), torch.empty_like(h), torch.empty_like(h), torch.empty_like(h)

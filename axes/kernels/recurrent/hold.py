@@ -7,6 +7,7 @@ one product and one sum. Heads are padded to a power of two with zeros, which st
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,16 +17,31 @@ from axes.kernels.common import versions
 from axes.kernels.common.layout import on_device
 from axes.kernels.common.sizes import cdiv, power_of_2
 
-# The walk of `kernels` is, until tests/gpu/test_recurrent.py has been seen to pass, and to print less time, with this.
-PICKED = False
+# Programs, in those that a chip has place for, one a multiprocessor; beyond them the walk of `kernels`, of twice as many
+# sequences a program, takes less. H200, 128 channels, forward with backward in ms, this walk and that: 64 sequences of
+# 1,024 tokens, GRU 2.86 and 6.42 (cuDNN 5.82), sLSTM 3.54 and 9.61; 500 of 128 tokens and 8 heads, four times the chip,
+# GRU 4.08 and 2.63, sLSTM 4.27 and 3.12.
+WAVES = 1.0
 DTYPES = (torch.float16, torch.bfloat16)
 _SEQUENCES = 8  # of a program, as many as a product has columns: 16 take more registers than there are
 _ROWS = 8  # tokens of a program that makes slopes
 
 
-def fits(x: Tensor) -> bool:
-    """Whether these kernels take a call: they are picked, 16 bits, and a GPU."""
-    return PICKED and x.dtype in DTYPES and versions.hopper_refusal(x.device) is None
+def fits(x: Tensor, cu: Tensor | None) -> bool:
+    """Whether these kernels take a call: 16 bits, a GPU, and all programs on it at once."""
+    if x.dtype not in DTYPES or versions.hopper_refusal(x.device) is not None:
+        return False
+    return _programs(x, cu) <= WAVES * _multiprocessors(x.device)
+
+
+def _programs(x: Tensor, cu: Tensor | None) -> int:
+    return cdiv(x.shape[0] if cu is None else cu.shape[0] - 1, _SEQUENCES) * x.shape[2]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _side(width: int) -> int:
@@ -45,7 +61,7 @@ def _sizes(x: Tensor, cu: Tensor | None, cell: str) -> tuple[int, tuple[int, int
     batch, heads, side = x.shape[0] if cu is None else cu.shape[0] - 1, x.shape[2], _side(x.shape[4])
     warps = side // 16
     constants = dict(V=side, G=x.shape[3], BM=_SEQUENCES, W=warps, CELL=cell, PACKED=cu is not None, num_warps=warps)
-    return cdiv(batch, _SEQUENCES) * heads, (batch, x.shape[1], heads), constants
+    return _programs(x, cu), (batch, x.shape[1], heads), constants
 
 
 def kept(x: Tensor, cell: str) -> list[Tensor]:
@@ -117,4 +133,4 @@ def backward(
     return [dx[..., :width], dw, db[..., :width], *(z[..., :width] for z in before)]
 
 
-__all__ = ["DTYPES", "PICKED", "backward", "fits", "forward", "kept"]
+__all__ = ["DTYPES", "WAVES", "backward", "fits", "forward", "kept"]
