@@ -31,6 +31,7 @@ from axes.core.monoids import Element, Identity, Zero
 from axes.core.parts import Parts
 from axes.core.rates import Per, Rate, Signal, extent, named, rate_shape, resolve, spread
 from axes.errors import IllegalUpdate
+from axes.linalg.formulas import numberless
 from axes.linalg.solve import root
 
 
@@ -55,6 +56,10 @@ class State(NamedTuple):
     def detach(self) -> State:
         """The same without the graph that made it."""
         return _each(self, Tensor.detach)
+
+    def number(self) -> int:
+        """The count, on the host: of a tensor without numbers that of a first datum."""
+        return 0 if numberless(self.count) else int(self.count)
 
     def held(self) -> torch.dtype | None:
         """The dtype of 16 bits in which matrices are held; None where they are held as they are computed."""
@@ -144,12 +149,12 @@ def step(
     at = p.step.at
     rate = resolve(p.step.rate, signal)
     element = p.monoid.element(signal, rate, state.theta[0])
-    waits = p.step.start == "second" and int(state.count) == 0
+    waits = p.step.start == "second" and state.number() == 0
     gated = state.theta if waits else p.memory.act(element, state.theta)
     anchor = state.anchor
-    if isinstance(at, Anchor) and int(state.count) % at.every == 0:
+    if isinstance(at, Anchor) and state.number() % at.every == 0:
         anchor = primal(p, state.theta, state, signal)
-    if isinstance(at, Held) and at.before(int(state.count)):
+    if isinstance(at, Held) and at.before(state.number()):
         anchor = refreshed(p, state, state.theta, state.norm, signal)
     datum, via, stats = Datum(state, signal, rate, gated, anchor), state.via, state.stats
     u: Leaves = ()
@@ -164,7 +169,7 @@ def step(
     theta, count = datum.gated, state.count + 1
     norm = state.norm if waits else tuple(_responded(p, element, n, rate, signal) for n in state.norm)
     if isinstance(at, Held):
-        if at.after(int(state.count)):
+        if at.after(state.number()):
             anchor = refreshed(p, state, theta, norm, signal)
         return State(theta, via, stats, norm, anchor, count), Output(anchor[: len(theta)])
     context = _contexts(signal, u, outer, values)
@@ -405,7 +410,7 @@ def _whitened(p: Parts, u: Leaves, states: tuple[State, ...], signal: Signal) ->
 def refreshed(p: Parts, state: State, theta: Leaves, norm: Leaves, signal: Signal) -> Leaves:
     """The held value of theta, which may continue from the last one, or that one where there is no new one."""
     held, missed = state.anchor[: len(theta)], state.anchor[len(theta) :]
-    last: tuple[Tensor | None, ...] = held if int(state.count) else (None,) * len(held)
+    last: tuple[Tensor | None, ...] = held if state.number() else (None,) * len(held)
     context = (Context(weights=w, signal=signal) for w in last)
     pairs = tuple(map(p.h.refreshed, _debiased(theta, norm), held, context))
     return tuple(x for x, _ in pairs) + tuple(m + ~good for (_, good), m in zip(pairs, missed, strict=True))
@@ -416,7 +421,7 @@ def refreshed(p: Parts, state: State, theta: Leaves, norm: Leaves, signal: Signa
 
 def _written(p: Parts, datum: Datum, u: Leaves) -> Leaves:
     """A theta + rate u."""
-    if p.step.start == "first" and int(datum.state.count) == 0 or _passes(p, datum, u):
+    if p.step.start == "first" and datum.state.number() == 0 or _passes(p, datum, u):
         return u
     shape = rate_shape(p.step.rate)
     if p.step.write == "max":

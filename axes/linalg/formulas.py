@@ -36,6 +36,15 @@ def by_autograd(
     return tuple(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in given)
 
 
+def numberless(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no numbers: on the meta device, or a fake one."""
+    if type(x) in _PLAIN:
+        return x.is_meta
+    from torch._subclasses.fake_tensor import is_fake  # which is there where somebody has made one
+
+    return x.is_meta or is_fake(x)
+
+
 def read(x: Tensor) -> list[Any]:
     """Every number of a tensor, on the host; of one that a vmap cuts in slices, those of all slices."""
     while _transformed() and torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -61,4 +70,4 @@ def followed() -> bool:
     return _transformed() or forward_mode()
 
 
-__all__ = ["again", "by_autograd", "by_formula", "followed", "forward_mode", "read"]
+__all__ = ["again", "by_autograd", "by_formula", "followed", "forward_mode", "numberless", "read"]

@@ -52,7 +52,7 @@ def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int
     """
     step, factored = update.parts().step, is_factored(update)
     longest = _CHUNK_FACTORED if factored and update.parts().h.is_identity else _CHUNK
-    lengths = sizes(q.shape[batch], longest, step.at, int(state.count))
+    lengths = sizes(q.shape[batch], longest, step.at, state.number())
     parts = list(zip(split({**signal, "q": q}, batch, lengths), lengths, strict=True))
     twice = _keeps(update, state, parts, q) > KEPT and live(signal, state, q)
     each = math.isqrt(len(parts) - 1) + 1 if twice else len(parts)
@@ -100,7 +100,7 @@ def _each(out: Output) -> Output:
 
 def _renews(update: StateUpdate, state: State) -> bool:
     at = update.parts().step.at
-    return isinstance(at, Anchor) and int(state.count) % at.every == 0
+    return isinstance(at, Anchor) and state.number() % at.every == 0
 
 
 def _to_be_renewed(update: StateUpdate, state: State) -> State:

@@ -36,7 +36,7 @@ def phases(update: StateUpdate, state: State, sequences: int) -> list[int]:
     every = period(update)
     if every is None:
         return [0] * sequences
-    counts = state.count.tolist() if state.count.ndim else [int(state.count)] * sequences
+    counts = state.count.tolist() if state.count.ndim else [state.number()] * sequences
     return [n % every if every else n for n in counts]
 
 

@@ -582,7 +582,7 @@ def _run_levels(update: StateUpdate, signal: Signal, state: State, batch: int) -
 def _run_gram(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[Tensor, State]:
     cost, h, monoid, step, _ = update.parts()
     outputs, done = [], 0
-    if not h.is_identity and int(state.count) == 0:  # a first state need not have unit columns; every later one has
+    if not h.is_identity and state.number() == 0:  # a first state need not have unit columns; every later one has
         first = _each(signal, batch, lambda x: x.narrow(batch, 0, 1))
         out, state = reference.run(update, first, state, time=batch)
         outputs.append(out)

@@ -21,7 +21,7 @@ from axes.core.memory import Fenwick
 from axes.core.monoids import rotate
 from axes.core.rates import Signal, resolve
 from axes.core.state_update import State, StateUpdate
-from axes.linalg.formulas import read
+from axes.linalg.formulas import numberless, read
 from axes.routes import one_state, scan
 
 _CHUNK, _CHUNK_CHANNELS = 64, 32
@@ -38,7 +38,7 @@ def run(update: StateUpdate, signal: Signal, state: State, batch: int) -> tuple[
     if c.angle is not None:
         c, q, turned = scan.in_rotating_frame(c, q)
     weights = _weights(memory, signal, k)
-    begins = [0] if number.is_meta or not number.numel() else sorted({int(n) for n in read(number)})
+    begins = [0] if numberless(number) or not number.numel() else sorted({int(n) for n in read(number)})
     out, after = _from(memory, c, q, weights, levels, begins[0])
     for begin in begins[1:]:  # states of sequences of unequal length: each position alone
         more, other = _from(memory, c, q, weights, levels, begin)

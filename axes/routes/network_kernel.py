@@ -132,7 +132,7 @@ def _run(update: StateUpdate, signal: Signal, state: State | None, weights: Leav
     q, k, v = (cast(Tensor, signal[n]) for n in "qkv")
     if state is None:
         state = update.init({n: substitution_kernel.first(x) for n, x in signal.items()}, weights)
-    elif rest := -int(state.count) % BLOCK:  # up to where the next anchor stands
+    elif rest := -state.number() % BLOCK:  # up to where the next anchor stands
         return substitution_kernel.up_to_anchor(update, signal, state, min(rest, v.shape[1]), cascade.run, _run)
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape = v.shape

@@ -39,7 +39,7 @@ _STRAIGHT = torch.contiguous_format
 
 def run(update: StateUpdate, signal: Tokens, state: State, q: Tensor, batch: int) -> tuple[Tensor, State]:
     """Outputs (..., T, d_v) and the final state. signal: `batch` batch dimensions, then T, then features."""
-    at, outputs, count = update.parts().step.at, [], int(state.count)
+    at, outputs, count = update.parts().step.at, [], state.number()
     lengths: list[int] = []
     for size in sizes(q.shape[batch], _CHUNK_SOLVED if _is_affine(update) else _CHUNK, at, count):
         while size:  # gates by rows are halved, and halved again

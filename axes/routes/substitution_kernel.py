@@ -178,7 +178,7 @@ def run(
     fresh = state is None and weights is None
     if state is None:
         state = update.init({n: first(x) for n, x in signal.items()}, weights)
-    elif anchored and cu_seqlens is None and (rest := -int(state.count) % BLOCK):  # up to where the next anchor stands
+    elif anchored and cu_seqlens is None and (rest := -state.number() % BLOCK):  # up to where the next anchor stands
         return up_to_anchor(update, signal, state, min(rest, v.shape[1]), substitution.run, run)
     q, k = q.to(v.dtype), k.to(v.dtype)
     shape, made = v.shape, response_of(update, v.shape[-1], k.shape[-1], names_of(update, signal))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from axes.core.memory import List
 from axes.errors import AxesError
@@ -18,6 +19,7 @@ from axes.routes import opaque
 from axes.routes.select import settle
 from axes.sequence import (
     ALL,
+    PREDICTED,
     FoX,
     GatedDeltaNet,
     LatticeSim,
@@ -80,6 +82,21 @@ def test_on_the_meta_device(cls: type[SequenceLayer]) -> None:
     assert layer(torch.empty(2, 5, D, device="meta"))[0].shape == (2, 5, D)
     layer.to_empty(device="cpu").reset_parameters()
     assert layer(tokens(5))[0].isfinite().all()
+
+
+FAKED = ("frank-wolfe-delta", "lattice-sim", "log-linear-mamba2", "rls-net", "ttt-linear", "ttt-mlp")
+
+
+@pytest.mark.parametrize("cls", [c for c in (*ALL, *PREDICTED) if c.name in FAKED], ids=lambda cls: cls.name)
+def test_on_fake_tensors(cls: type[SequenceLayer]) -> None:
+    """Outside of compilers, which have operators of what looks at a count: of one without numbers as of a first one."""
+    layer = make(cls)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(tokens(6))
+        y, state = layer(x)
+        y.sum().backward()
+        y, state = layer(x, state)
+        assert y.shape == x.shape and layer.step(x[:, 0], state)[0].shape == x[:, 0].shape
 
 
 @every_layer

@@ -23,7 +23,7 @@ from axes.core.geometry.bregman import (
     wide,
 )
 from axes.errors import IllegalUpdate, ShapeError
-from axes.linalg.formulas import by_autograd, by_formula, followed
+from axes.linalg.formulas import by_autograd, by_formula, followed, numberless
 from axes.linalg.matrix_roots import decomposed
 from axes.linalg.newton_schulz import SAFETY, Form, Moving, Start, Triple, iterate, polar_express_schedule
 from axes.linalg.polynomials import iterated
@@ -340,7 +340,7 @@ def solved(theta: Tensor, matrix: Tensor, eps: float) -> Tensor | None:
     factor, failed = torch.linalg.cholesky_ex(matrix.detach() + eps * eye)
     if failed.is_cuda and torch.cuda.is_current_stream_capturing():
         factor = factor.masked_fill((failed != 0)[..., None, None], torch.nan)
-    elif not failed.is_meta and bool(failed.any()):  # without numbers nothing fails
+    elif not numberless(failed) and bool(failed.any()):  # without numbers nothing fails
         return None
     return cast(Tensor, _Solved.apply(theta, matrix, factor))
 
