@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, nn.Parameter)
+_whole = ContextVar("whole", default=False)
 
 
 def by_formula(*given: Tensor | None) -> bool:
@@ -19,6 +22,21 @@ def by_formula(*given: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or _transformed() or forward_ad._current_level >= 0:
         return False
     return all(x is None or type(x) in _PLAIN for x in given)
+
+
+@contextmanager
+def as_operators() -> Iterator[None]:
+    """Within, what has an operator of ours (`axes.linalg.polynomials`) is that and its adjoint, for who follows a
+    computation operation by operation."""
+    before = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(before)
+
+
+def wanted_as_operators() -> bool:
+    return _whole.get()
 
 
 def by_autograd(
@@ -70,4 +88,7 @@ def followed() -> bool:
     return _transformed() or forward_mode()
 
 
-__all__ = ["again", "by_autograd", "by_formula", "followed", "forward_mode", "numberless", "read"]
+__all__ = [
+    "again", "as_operators", "by_autograd", "by_formula", "followed", "forward_mode", "numberless", "read",
+    "wanted_as_operators",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from axes.kernels.common import versions
 from axes.kernels.products import LARGEST_SIDE, MOST_POLYNOMIALS
 from axes.linalg import symmetric
-from axes.linalg.formulas import by_formula
+from axes.linalg.formulas import by_formula, wanted_as_operators
 
 Triple = tuple[float, float, float]
 Form = Literal["direct", "gram"]
@@ -32,6 +32,7 @@ POLAR_EXPRESS: tuple[Triple, ...] = (
 )
 # Each polynomial but the last is evaluated at x / SAFETY, so that rounding cannot push a value out of its interval.
 SAFETY = 1.01
+_SHORT = (torch.bfloat16, torch.float16)
 
 
 def polar_express_schedule(steps: int) -> tuple[Triple, ...]:
@@ -314,7 +315,11 @@ def iterate(
     out = list(stacks)
     pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(stacks):
-        if no_kernel(x, start, schedule) is None:
+        if wanted_as_operators() and moving is None and x.dtype not in _SHORT:
+            from axes.linalg.polynomials import operator  # which imports this
+
+            out[i] = operator(x, start, schedule, sizes[i]).to(dtype)  # type: ignore[arg-type]
+        elif no_kernel(x, start, schedule) is None:
             out[i] = in_one_launch(x, start, schedule, sizes[i]).to(dtype)  # type: ignore[arg-type]
         else:
             pools.setdefault((x.shape[-2], x.dtype, x.device), []).append(i)
@@ -343,7 +348,7 @@ def _gains(stacks: Sequence[Tensor], members: list[int], count: int) -> list[int
     """Those of one m, dtype and device for which the Gram form is better, each by its own shape and the count."""
     x = stacks[members[0]]
     wide = [i for i in members if stacks[i].shape[-1] >= RECTANGLE * stacks[i].shape[-2]]
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in _SHORT:
         return wide
     if x.device.type != "cuda" or any(stacks[i].requires_grad for i in members):
         return []
@@ -354,7 +359,7 @@ def _gains(stacks: Sequence[Tensor], members: list[int], count: int) -> list[int
 def _started(x: Tensor, start: Start, squares: Tensor | None) -> Tensor:
     """x normalised, (N, m, n), in float16 if it has 16 bits."""
     flat = x.reshape(-1, *x.shape[-2:])
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in _SHORT:
         return flat / start.divisor(flat)
     if versions.UNUSABLE is None and (flat.is_contiguous() or flat.mT.is_contiguous()):
         from axes.kernels.products.normalise import normalised  # triton is imported on first use

@@ -5,19 +5,21 @@ leaves the state of every `chunk`-th token and the sums that a step makes; `back
 and walks back over them. A program is one head of one sequence, and its state stays in the nearest cache.
 
 A step is cut where it sums: operations on tiles between two sums are one loop over the entries, in which what the next
-sums take is added up. The order of additions is the text's and the compiler's, whatever the number of threads.
+sums take is added up. It is cut too where it iterates on a matrix, which is a function of its own (`c_polynomials`):
+iterates of a chunk lie on tapes from when its states are made again. The order of additions is the text's and the
+compiler's, whatever the number of threads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, final
+from typing import final
 
+from axes.programs.c_polynomials import RESULT, Real, Sizes
 from axes.programs.tile_text import OUT, Walk, arguments
-from axes.programs.tiles import FULL, GRAD, Extent, Program, Value
+from axes.programs.tiles import BACK, FULL, GRAD, STAGE, Extent, Operation, Program, Value
 
-Real = Literal["float", "double"]
 _ROWS: Extent = (True, False)
 _KEYS: Extent = (False, True)
 _ONE: Extent = (False, False)
@@ -49,9 +51,12 @@ def source(walk: Walk, real: Real) -> str:
     """The text of both functions, `forward` and `backward`: each takes its tensors and its numbers as two arrays, and
     the programs that it is to run; it returns 1 where there is no memory."""
     lines = [header(real, *walk.widths)]
+    programs = [p for p in (walk.step, walk.refresh) if p is not None]
+    if any(p.stages(range(len(p.operations))) for p in programs):
+        lines.append(Sizes(*walk.widths, real).text())
     given = arguments(walk)
     for name, body in (("forward", _forward), ("backward", _backward)):
-        text = _Text(walk)
+        text = _Text(walk, real)
         body(text)
         lines += text.function(name, [n.removesuffix(": tl.constexpr") for n in given[name]])
     return "\n".join([*lines, ""])
@@ -67,8 +72,9 @@ def header(real: Real, rows: int, keys: int) -> str:
 class _Text:
     """Lines of a function, and the room that it needs."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Walk, real: Real) -> None:
         self.walk, self.depth = walk, 2
+        self.sizes = Sizes(*walk.widths, real)
         self.lines: list[str] = []
         self.rooms: dict[str, int] = {}
         self.places = 0
@@ -101,8 +107,10 @@ class _Text:
 
     def room(self, name: str, extent: Extent) -> str:
         """An array of the program's own; of one number, its first entry."""
-        size = self.rooms.setdefault(name, self.size(extent))
-        assert size == self.size(extent)
+        return self.space(name, self.size(extent))
+
+    def space(self, name: str, size: int) -> str:
+        assert self.rooms.setdefault(name, size) == size
         return name
 
     def copy(self, to: str, given: str, extent: Extent) -> None:
@@ -120,19 +128,23 @@ class _Text:
         there: Mapping[int, str],
         written: Sequence[tuple[str, Extent, str, Value]],
         own: str,
+        tapes: Mapping[int, str] | None = None,
     ) -> dict[int, str]:
         """The loops of some operations, and where the values are. there: arrays that are given; written: what they come
-        to, as (array, extent, "=" or "+=", value); own: of names."""
-        return _Loops(self, program, [i for i in order if i not in there], there, own).run(written)
+        to, as (array, extent, "=" or "+=", value); own: of names; tapes: of stages, to be written, or there already."""
+        return _Loops(self, program, [i for i in order if i not in there], there, own, tapes or {}).run(written)
 
 
 @final
 class _Loops:
     """A program's operations as loops, cut where it sums."""
 
-    def __init__(self, text: _Text, program: Program, order: list[int], there: Mapping[int, str], own: str) -> None:
+    def __init__(
+        self, text: _Text, program: Program, order: list[int], there: Mapping[int, str], own: str,
+        tapes: Mapping[int, str],
+    ) -> None:  # fmt: skip
         self.text, self.program, self.order, self.own = text, program, order, own
-        self.names = dict(there)
+        self.names, self.tapes = dict(there), dict(tapes)
         self.rows: dict[int, str] = {}  # of a loop over tiles: the entries of its row
         self.level: dict[int, int] = {}
         for i in order:
@@ -144,7 +156,8 @@ class _Loops:
     def run(self, written: Sequence[tuple[str, Extent, str, Value]]) -> dict[int, str]:
         tiles = self._late([x for _, extent, _, x in written if extent == FULL])
         sums: dict[tuple[int, Extent], list[int]] = {}
-        for i in self._where(lambda i: " " in self.program.operations[i].name):
+        stages = self._where(lambda i: self.program.operations[i].name.startswith((STAGE, BACK)))
+        for i in self.program.reductions(self.order):
             source = self.program.operations[i].inputs[0]
             sums.setdefault((self.level[i] - 1, self.program.extent(source)), []).append(i)
         for level in range(self.last + 1):
@@ -154,6 +167,8 @@ class _Loops:
             own = [i for i in self._plain(FULL) if tiles[i] == level]
             outputs = [x for x in written if x[1] == FULL] if level == self.last else ()
             self._loop(FULL, own, sums.get((level, FULL), []), outputs)
+            for i in (i for i in stages if self.level[i] == level + 1):
+                self._stage(i)
         for extent in (_ROWS, _KEYS, _ONE):
             self._loop(extent, [], [], [x for x in written if x[1] == extent])
         return self.names
@@ -182,8 +197,35 @@ class _Loops:
         for j in self.order:
             op = self.program.operations[j]
             if i in [x for x in op.inputs if isinstance(x, int)]:
+                if op.name.startswith((STAGE, BACK)):
+                    return True
                 when.append(self.level[j] - 1 if " " in op.name else found[j])
         return max(when) > found[i]
+
+    def _stage(self, i: int) -> None:
+        """An iteration, or the way back through one."""
+        text, op = self.text, self.program.operations[i]
+        x, last = op.inputs[0], op.inputs[-1]
+        assert isinstance(x, int)
+        stage = i if op.name.startswith(STAGE) else x
+        name, numbers = self.program.operations[stage].name.removeprefix(STAGE), _numbers(self.program, stage)
+        steps = (len(numbers) - 4) // 3
+        text("{", f"static const real numbers[] = {{{', '.join(map(constant, numbers))}}};")
+        if stage == i:
+            keep = i in self.tapes or any(op.inputs[:1] == (i,) for op in self._ways_back())
+            if i not in self.tapes:
+                self.tapes[i] = text.space(f"{self.own}{i}_tape", text.sizes.tape(steps if keep else 2))
+            self.names[i] = f"({self.tapes[i]} + {RESULT})"
+            text(f"{name}({self.names[x]}, {self.tapes[i]}, numbers, {steps}, {int(keep)});")
+        else:
+            assert isinstance(last, int)
+            self.names[i] = text.room(f"{self.own}{i}", FULL)
+            room = text.space("beside", text.sizes.room())
+            text(f"{name}_back({self.tapes[x]}, {self.names[last]}, {self.names[i]}, {room}, numbers, {steps});")
+        text("}")
+
+    def _ways_back(self) -> list[Operation]:
+        return [op for i in self.order if (op := self.program.operations[i]).name.startswith(BACK)]
 
     # ---- one loop ----------------------------------------------------------------------------------------------------
 
@@ -254,6 +296,11 @@ class _Loops:
 
     def _code(self, name: str, inputs: Sequence[Value], known: Mapping[int, str]) -> str:
         return _CODE[name].format(*(self._value(x, known) for x in inputs))
+
+
+def _numbers(program: Program, stage: int) -> list[float]:
+    """Of a stage: factor, shift, floor, size, and a, b, c of every step."""
+    return [x for x in program.operations[stage].inputs[1:] if isinstance(x, float)]
 
 
 def constant(x: float) -> str:
@@ -354,6 +401,11 @@ def _backward(text: _Text) -> None:
         text(f"real *const room_{n} = begin_room_{n} + program * {walk.chunk * text.size(extent)};")
     again, order = program.needed(walk.remade, walk.kept), program.needed(walk.grads, walk.kept)
     kept = {i: f"x_kept_{i}" for i in walk.kept}
+    taped = {i: len(_numbers(program, i)) // 3 - 1 for i in program.stages(again) if i in order}
+    order = program.needed(walk.grads, [*walk.kept, *taped])
+    tapes = {i: f"tape_{i}" for i in taped}
+    for i, steps in taped.items():
+        text.space(f"tapes_{i}", walk.chunk * text.sizes.tape(steps))
     text("for (long c = chunks - 1; c >= 0; c--) {")
     text(f"const long start = c * {walk.chunk};")
     text(f"const long stop = count < start + {walk.chunk} ? count : start + {walk.chunk};")
@@ -365,8 +417,9 @@ def _backward(text: _Text) -> None:
     for n, extent in walk.read.items():
         text.copy(f"room_{n} + (t - start) * {text.size(extent)}", f"w_{n}", extent)
     _held(text, again)
+    _taped(text, taped)
     written = [(f"w_{n}", walk.states[n], "=", program.outputs[n]) for n in walk.remade]
-    text.operations(program, again, kept | _given(program, _states(walk) | _inputs(walk)), written, "y")
+    text.operations(program, again, kept | _given(program, _states(walk) | _inputs(walk)), written, "y", tapes)
     text("}", "for (long t = stop - 1; t >= start; t--) {")  # back over them
     _token(text)
     for n, extent in walk.read.items():
@@ -375,11 +428,13 @@ def _backward(text: _Text) -> None:
         text(f"real *const restrict d_{n} = begin_d_{n} + at * {text.size(extent)};")
     text(f"const real *const restrict g_out = begin_grad_out + at * {walk.widths[0]};")
     _held(text, order)
+    _taped(text, taped)
+    made = kept | {i: f"({tape} + {RESULT})" for i, tape in tapes.items()}
     states = {n: f"b_{n}" for n in walk.read}
     cotangents = {GRAD + n: f"g_{n}" for n in walk.moving} | {GRAD + OUT: "g_out"}
     written = [(f"d_{n}", extent, "=", _value(program, GRAD + n)) for n, extent in walk.inputs.items()]
     written += [(f"g_{n}", extent, "=", _value(program, GRAD + n)) for n, extent in walk.moving.items()]
-    text.operations(program, order, kept | _given(program, states | _inputs(walk) | cotangents), written, "z")
+    text.operations(program, order, made | _given(program, states | _inputs(walk) | cotangents), written, "z", tapes)
     if walk.refresh is not None:
         _refreshed_back(text, walk.refresh)
     text("}", "}")
@@ -394,6 +449,12 @@ def _held(text: _Text, order: Sequence[int]) -> None:
         if i in order:
             size = text.size(program.operations[i].extent)
             text(f"const real *const restrict x_kept_{i} = begin_kept_{i} + at * {size};")
+
+
+def _taped(text: _Text, taped: Mapping[int, int]) -> None:
+    """Where iterates of a token are, whose states are made again for it."""
+    for i, steps in taped.items():
+        text(f"real *const tape_{i} = tapes_{i} + (t - start) * {text.sizes.tape(steps)};")
 
 
 def _refreshed_back(text: _Text, program: Program) -> None:

@@ -4,7 +4,9 @@ registers.
 A value has an entry for every row of the state, for every key, for both (a tile), or is a number. Products of a state
 with vectors, outer products, norms and normalisations are operations entry by entry and sums over rows or keys, so the
 program has no others. Step and adjoint are followed together, as torch executes them: reverse mode is torch's own.
-What mixes entries in another way (products of two matrices, sorts, branches on values) is refused, and named.
+What mixes entries in another way (products of two matrices, sorts, branches on values) is refused, and named, but for
+stages: iterations that torch has an operator of ours for (`axes.linalg.polynomials`), of a whole tile, for languages
+that have functions for them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, final
 
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
+from axes.linalg.formulas import as_operators
 
 Axis = Literal["v", "k"]
 Shape = tuple[Axis | None, ...]  # of each dimension: rows, keys, or one entry
@@ -26,6 +30,8 @@ Value = int | float  # the number of an operation, or a constant
 Extent = tuple[bool, bool]  # whether a value has an entry for every row, and for every key
 FULL: Extent = (True, True)
 GRAD = "d "  # prefix of what is a derivative, in the names of inputs and outputs
+STAGE, BACK = "stage ", "back "  # prefixes of operations: a stage of a tile and numbers; of a stage and a derivative
+NEWTON_SCHULZ = f"{STAGE}newton_schulz"
 LARGEST = 600  # operations of a program: what a compiler makes of more is not looked at
 
 
@@ -36,7 +42,10 @@ class NotTiles(AxesError):
 @final
 @dataclass(frozen=True)
 class Operation:
-    """One operation on earlier values; "input" is named in the program, "sum v" is over rows, "max k" over keys."""
+    """One operation on earlier values; "input" is named in the program, "sum v" is over rows, "max k" over keys.
+
+    Those of two words are no operations entry by entry.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -87,6 +96,24 @@ class Program:
         for factor in outside:
             made = self.add("mul", made, factor)
         return made
+
+    def stage(self, name: str, x: Value, numbers: Sequence[float]) -> int:
+        """An iteration of a tile as a whole, which `name` and numbers say."""
+        return self._once(name, (self._tile(x), *map(float, numbers)), FULL)
+
+    def back(self, stage: int, dy: Value) -> Value:
+        """The derivative by a stage's tile from that by what it comes to."""
+        if dy == 0.0 and isinstance(dy, float):
+            return 0.0
+        return self._once(self.operations[stage].name.replace(STAGE, BACK), (stage, self._tile(dy)), FULL)
+
+    def stages(self, within: Iterable[int]) -> list[int]:
+        return [i for i in within if self.operations[i].name.startswith(STAGE)]
+
+    def _tile(self, x: Value) -> Value:
+        if self.extent(x) != FULL:
+            raise NotTiles("it iterates on a matrix of which no entry is told from others")
+        return x
 
     def split(self, x: Value, axis: Axis) -> tuple[Value, list[Value]]:
         """A product as what varies along an axis, and factors that do not."""
@@ -211,11 +238,14 @@ class Program:
         return None
 
     def _gathered(self, x: Value, total: Value, depth: int) -> Value | None:
-        """A sum with one more term t s, where it has one of t already."""
+        """A sum with one more term t s, where it has one of t already, or with one more derivative through a stage."""
+        back = self._through(x)
+        if back is not None and (other := self._through(total)) is not None and back[0] == other[0]:
+            return self.back(back[0], self.add("add", back[1], other[1]))
         own, there = self._term(x), self._term(total)
-        if own is None:
+        if own is None and back is None:
             return None
-        if there is not None and own[0] == there[0]:
+        if own is not None and there is not None and own[0] == there[0]:
             both = self.add("add", own[1], there[1])
             return None if self.extent(both) == FULL else self.add("mul", own[0], both)
         op = self.operations[total] if isinstance(total, int) else None
@@ -225,6 +255,15 @@ class Program:
             if (found := self._gathered(x, a, depth - 1)) is not None:
                 return self._once("add", (found, b), FULL) if isinstance(found, int) else None
         return None
+
+    def _through(self, x: Value) -> tuple[int, Value] | None:
+        """The stage of a derivative through one, and what came to it."""
+        op = self.operations[x] if isinstance(x, int) else None
+        if op is None or not op.name.startswith(BACK):
+            return None
+        stage, dy = op.inputs
+        assert isinstance(stage, int)
+        return stage, dy
 
     def _chosen(self, test: Value, a: Value, b: Value) -> Value | None:
         """A choice within a choice by the same test is made once."""
@@ -327,6 +366,7 @@ _SAME = frozenset({
 })  # fmt: skip
 _CONSTANTS = {"ones_like": 1.0, "ones": 1.0, "new_ones": 1.0, "zeros_like": 0.0, "zeros": 0.0, "new_zeros": 0.0}
 _FILLED = frozenset({"full", "full_like", "new_full"})
+_STAGES = {"newton_schulz_whole": NEWTON_SCHULZ}  # and with _adjoint: operators of ours
 
 
 def trace(
@@ -334,11 +374,13 @@ def trace(
     given: Mapping[str, Shape],
     widths: tuple[int, int],
     wanted: Sequence[str] = (),
+    staged: bool = False,
 ) -> Program:
     """The program of a pure function from named tensors to named tensors, with derivatives.
 
     given: shapes of the inputs by name; widths: of rows and of keys, at least 2. wanted: inputs whose derivatives are
     outputs too ("d NAME"), from those of all outputs ("d NAME", inputs). A derivative that is nowhere is not there.
+    staged: iterations are stages.
     Raises NotTiles with the first operation that is none.
     """
     if min(widths) < 2:
@@ -346,8 +388,9 @@ def trace(
     # which dimension is which is seen by lengths, so rows and keys have different ones: what the numbers are at the
     # widths themselves is followed a second time where these are equal
     apart = (widths[0], widths[1] + 2) if widths[0] == widths[1] else widths
-    shapes = _followed(step, given, apart, wanted)
-    numbers = shapes if apart == widths else _followed(step, given, widths, wanted)
+    with as_operators() if staged else nullcontext():
+        shapes = _followed(step, given, apart, wanted)
+        numbers = shapes if apart == widths else _followed(step, given, widths, wanted)
     return _Translation(given, widths, apart).run(shapes, numbers)
 
 
@@ -482,6 +525,9 @@ class _Translation:
                 return float(args[0]) if len(args) > 1 else 0.0
             raise NotTiles("it counts entries")
         out = self.shape(node)
+        if getattr(node.target, "namespace", None) == "axes" and name.removesuffix("_adjoint") in _STAGES:
+            stage = program.stage(_STAGES[name.removesuffix("_adjoint")], _number(args[0]), args[-1])
+            return program.back(stage, _number(args[1])) if name.endswith("_adjoint") else stage
         if name in _SAME:
             before = self.shape(node.args[0])
             kept = [a for a in before if a is not None], [a for a in out if a is not None]

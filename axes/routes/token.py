@@ -42,6 +42,7 @@ _SMALL = (6, 8)
 _FOLLOWED = "torch's compilers, and modes that follow its operations, do not look into C"
 WORTH = 512  # tokens of a call from which a loop of C is compiled, which takes as long as some thousands of them do
 _CHUNK = 32  # tokens between states that C keeps
+_FEWER = 8  # where a step iterates on a matrix: every iterate of so many tokens is there on the way back
 
 
 class NoWalk(NamedTuple):
@@ -281,7 +282,7 @@ def _program(
         return out | {n: new[int(n[1:])] for n in form.states}
 
     given = {**form.signal, **form.states}
-    return trace(step, given, widths, wanted)
+    return trace(step, given, widths, wanted, staged=True)
 
 
 def _renewal(update: StateUpdate, widths: tuple[int, int]) -> Program:
@@ -296,7 +297,7 @@ def _renewal(update: StateUpdate, widths: tuple[int, int]) -> Program:
         return dict(zip(names, anchor, strict=True))
 
     given = {**form.signal, **form.states}
-    return trace(look, given, widths, tuple(given))
+    return trace(look, given, widths, tuple(given), staged=True)
 
 
 @fact
@@ -319,8 +320,12 @@ def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool, language: 
     refresh = _renewal(update, widths) if every else None
     inputs = {n: ("v" in s, "k" in s) for n, s in form.signal.items()}
     states = {n: ("v" in s, "k" in s) for n, s in form.states.items()}
+    staged = any(p.stages(range(len(p.operations))) for p in (step, refresh) if p is not None)
     if language == "c":  # in the order in which states lie in memory, whatever their size
-        return Walk(step, refresh, every, inputs, states, still, widths, *widths, chunk=_CHUNK, warps=1)
+        chunk = _FEWER if staged else _CHUNK
+        return Walk(step, refresh, every, inputs, states, still, widths, *widths, chunk=chunk, warps=1)
+    if staged:
+        raise NotTiles("it multiplies matrices, which loops of C do on a CPU")
     rows, keys, warps, chunk = _sizes(step, refresh, states, widths)
     across: Axis = "k" if keys >= _FEW else "v"
     return Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across)

@@ -17,7 +17,7 @@ from axes.bench.rules import RULES
 from axes.core import reference
 from axes.core.algorithms import Anchor, Momentum, Step
 from axes.core.costs import Alignment, Huber, SquaredError
-from axes.core.geometry import Entropic, SoftThreshold
+from axes.core.geometry import Entropic, SoftThreshold, Spectral
 from axes.core.monoids import Scalar
 from axes.core.rates import Per
 from axes.core.state_update import State, StateUpdate
@@ -232,7 +232,7 @@ def test_long_sequences_that_bend_are_walked(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_no_program_says_so() -> None:
     with pytest.raises(NoImplementation, match="no loop of C.*no operation on tiles"):
-        dispatch.select(sequence.MuonNetState.update, "cpu", shapes=asked(8), implementation="c")
+        dispatch.select(StateUpdate(Alignment(), Spectral("polar")), "cpu", shapes=asked(8), implementation="c")
     with pytest.raises(NoImplementation, match="no loop of C.*on a CPU"):
         dispatch.select(SLOTS, "cuda", shapes=asked(8), implementation="c")
     with pytest.raises(NoImplementation, match="no loop of C.*last read"):
