@@ -7,6 +7,7 @@ import axes.optim, axes.sequence, axes.depth
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from axes.answers import explain, select
@@ -33,7 +34,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("axes.kernels.common.ahead").compile_ahead
     if name == "retarget":
         return importlib.import_module("axes.moves").retarget
-    raise AttributeError(f"module 'axes' has no attribute {name!r}")
+    raise AttributeError(f"module 'axes' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 __all__ = [

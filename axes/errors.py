@@ -22,12 +22,26 @@ class NotFiniteError(AxesError):
     """A NaN or infinity where numbers are required; names the tensor."""
 
 
+def plain(name: str) -> str:
+    """A name as it is compared: letters and digits, in lower case."""
+    return "".join(filter(str.isalnum, name)).lower()
+
+
 class UnknownName(AxesError):
-    """A name that is not in a registry; carries the nearest matches. said: instead of them, where it is known."""
+    """A name that is not in a registry; carries the nearest matches. said: instead of them, where it is known.
+
+    A class's name, or another case or other dashes, is the name that it means and none that is like it.
+    """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], said: str | None = None) -> None:
         known = sorted(known)
-        near = [] if said else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        spelt = {plain(one): one for one in reversed(known)}
+        if said:
+            near = []
+        elif plain(name) in spelt:
+            near = [spelt[plain(name)]]
+        else:
+            near = [spelt[one] for one in difflib.get_close_matches(plain(name), spelt, n=3, cutoff=0.4)]
         hint = said or (f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}")
         super().__init__(f"unknown {kind} {name!r}: {hint}")
         self.name, self.nearest = name, tuple(near)

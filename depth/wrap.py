@@ -79,6 +79,8 @@ def wrap(
     >>> [name for name, _ in model[1].named_parameters()][-4:]
     ['map.bias', 'mixers.0.phi', 'mixers.0.alpha', 'mixers.0.bias']
     """
+    if not isinstance(model, nn.Module):
+        raise wrong_type("wrap", "model", "a module", model)
     if not isinstance(recompute, bool):
         raise ShapeError(f"wrap: recompute must be True (inside of every block) or False, got {recompute!r}")
     if streams is not None:
@@ -275,7 +277,7 @@ def require_plain_start(mixer: MixerClass, options: dict[str, Any]) -> None:
 
     They are tried over a few sublayers, in float64, on random outputs of sublayers.
     """
-    if isinstance(mixer, nn.Module):
+    if not callable(mixer) or isinstance(mixer, nn.Module):
         raise wrong_type("wrap", "mixer", "a class of mixers, of which every sublayer gets one of its own", mixer)
     who = getattr(mixer, "__name__", type(mixer).__name__)
     numbers = torch.Generator("cpu").manual_seed(0)

@@ -3,6 +3,7 @@
 if __name__ != "axes.optim":
     raise ImportError("import axes.optim, not optim: the folder is installed as axes.optim")
 
+import sys
 from typing import Any
 
 from axes.optim.elsewhere import elsewhere
@@ -88,7 +89,9 @@ ALL: tuple[type[Optimizer], ...] = (
 def __getattr__(name: str) -> Any:
     """Names that people look for and that are no class here say where what they mean is."""
     said = elsewhere(name)
-    raise AttributeError(f"axes.optim has no {name}" + (f": {said}" if said else ""))
+    if said:
+        raise AttributeError(f"axes.optim has no {name}: {said}")
+    raise AttributeError(f"axes.optim has no {name}", name=name, obj=sys.modules[__name__])  # Python names the nearest
 
 
 __all__ = [

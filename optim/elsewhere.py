@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from axes.errors import plain
+
 ELSEWHERE: dict[str, str] = {
     "MuonClip": (
         "it is Muon with the wrapper query_key_clip: optimizer(wrappers.query_key_clip(Muon.declare())), with the "
@@ -24,14 +26,9 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
-def plain(name: str) -> str:
-    """A name as it is compared: letters and digits, in lower case."""
-    return "".join(filter(str.isalnum, name)).lower()
-
-
 def elsewhere(name: str) -> str | None:
     """What to say of a name that is no class here, or None."""
     return {plain(known): text for known, text in ELSEWHERE.items()}.get(plain(name))
 
 
-__all__ = ["ELSEWHERE", "elsewhere", "plain"]
+__all__ = ["ELSEWHERE", "elsewhere"]

@@ -24,7 +24,7 @@ from axes.kernels.common import versions
 from axes.kernels.common.repeated import Same, repeated
 from axes.routes import dispatch, kernel_terms, recurrent
 from axes.routes import frame as frames
-from axes.routes.choice import Plan, Target
+from axes.routes.choice import Plan, Target, require_implementation
 from axes.routes.finite import is_finite, log_gates, require_finite
 from axes.routes.given import Place, asked, look, require_bounds, require_state
 from axes.routes.packed import Packing
@@ -182,6 +182,7 @@ class SequenceLayer(nn.Module):
             )
         self.memories = (values,) if queries == 1 else (heads // queries, 1)  # batch dimensions of a sequence's memory
         self.implementation, self.checkpoint, self.check_finite = implementation, checkpoint, check_finite
+        require_implementation(implementation)
         settle(self.update, (d_v, d_k), implementation)
         if (reason := parts.monoid.no_height(d_v)) is not None:
             raise ShapeError(f"{who}: {reason}")
@@ -503,7 +504,7 @@ class SequenceLayer(nn.Module):
         if not isinstance(mask, Tensor):
             raise wrong_type(who, "mask", "a tensor (B, T), true (1) at real tokens", mask)
         if mask.is_floating_point() or mask.is_complex():
-            raise ShapeError(f"{who}: mask must be true (1) at real tokens, got {mask.dtype}")
+            raise ShapeError(f"{who}: mask must be true (1) at real tokens, got {mask.dtype}: give mask.bool()")
         if mask.shape != x.shape[:2]:
             raise ShapeError(f"{who}: mask must be (B, T) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
         if mask.device != x.device:

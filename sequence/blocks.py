@@ -108,8 +108,7 @@ SMALL = 1e-6  # beside the length of a vector
 
 def l2_normalise(x: Tensor, eps: float = SMALL) -> Tensor:
     """Unit length in the last dimension, in float32 at least; zero stays zero."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return normalised(wide, 1.0, eps * eps).to(x.dtype)
+    return normalised(x, 1.0, eps * eps)
 
 
 def behind(x: Tensor, tail: Tensor, packing: Packing | None) -> Tensor:

@@ -40,11 +40,15 @@ def _convolved(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None, act
 
 
 def normalised(x: Tensor, share: float, eps: float) -> Tensor:
-    """x (share sum x^2 + eps)^(-1/2) over the last dimension: share 1 for unit length, 1/d for a mean square of one."""
-    if _by_hand(x):
-        y: Tensor = _Normalised.apply(x, share, eps)
-        return y
-    return _normalised(x, share, eps)
+    """x (share sum x^2 + eps)^(-1/2) over the last dimension: share 1 for unit length, 1/d for a mean square of one.
+
+    In float32 at least, as kernels compute it: float16 holds no eps^(-3/2), which is in the derivative of a short x.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    if _by_hand(wide):
+        y: Tensor = _Normalised.apply(wide, share, eps)
+        return y.to(x.dtype)
+    return _normalised(wide, share, eps).to(x.dtype)
 
 
 def _normalised(x: Tensor, share: float, eps: float) -> Tensor:

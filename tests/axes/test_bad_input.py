@@ -9,13 +9,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import pytest
 import torch
 
+import axes
+from axes import catalogue, optim
 from axes.cli import main
-from axes.errors import AxesError
+from axes.errors import AxesError, UnknownName
+from axes.sequence import GatedDeltaNet
 from axes.tasks.configuration import Configuration, configuration_from_dict
 from axes.tasks.language_modelling import resume, run, start
 from axes.tasks.run_folder import RunFolder
@@ -94,6 +98,28 @@ def test_unknown_names_offer_the_nearest(refused: Refused, tmp_path: Path, flag:
     assert repr(given) in message
     assert nearest in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("adamW", "adamw"), ("GatedDeltaNet", "gated-delta-net"), ("rms_prop", "rmsprop")]
+)
+def test_another_spelling_is_the_name_that_it_means(given: str, meant: str) -> None:
+    with pytest.raises(UnknownName) as refused:
+        catalogue.get(given)
+    assert str(refused.value) == f"unknown instance {given!r}: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(("module", "name"), [(optim, "Adamw"), (axes, "StateUpdates")])
+def test_python_knows_where_to_look_for_the_nearest(module: ModuleType, name: str) -> None:
+    """An AttributeError that says whose attribute is missing is printed with what Python finds there."""
+    with pytest.raises(AttributeError) as refused:
+        getattr(module, name)
+    assert refused.value.name == name and refused.value.obj is module
+
+
+def test_an_implementation_is_asked_for_by_its_name_when_a_layer_is_built() -> None:
+    with pytest.raises(AxesError, match="implementation 'cuda' is not one of reference, torch, triton"):
+        GatedDeltaNet(8, implementation="cuda")  # type: ignore[arg-type]
 
 
 def test_unknown_names_elsewhere(refused: Refused) -> None:

@@ -238,6 +238,10 @@ def test_a_wrapped_model_computes_the_mixers_equation(block: Callable[[], nn.Mod
 
 
 def test_a_mixer_is_given_as_its_class() -> None:
+    with pytest.raises(WrongType, match="mixer must be a class of mixers.* got a str"):
+        wrap(nn.Sequential(nn.Linear(2, 2)), "mhc")  # type: ignore[arg-type]
+    with pytest.raises(WrongType, match="wrap: model must be a module, got None"):
+        wrap(None, MHC)  # type: ignore[type-var]
     with pytest.raises(WrongType, match="mixer must be a class of mixers.* got an axes.depth.mhc.MHC"):
         wrap(nn.ModuleList([nn.Linear(D, D)]), MHC(D))  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -450,6 +451,17 @@ def test_letters_of_bytes_are_those_of_the_library() -> None:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_the_library_may_be_looked_up_first() -> None:
+    """`transformers` finds its names by itself, and then some that were imported are no attributes of it."""
+    code = (
+        "import transformers; transformers.LlamaForCausalLM\n"
+        "from axes.integrations.transformers import AxesConfig, AxesForCausalLM\n"
+        "AxesForCausalLM(AxesConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2))"
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_missing_extra_says_how_to_install_it(

@@ -51,6 +51,21 @@ def test_a_norm_of_a_cpu_is_torchs(share: float) -> None:
     assert not normalised(torch.zeros(2, 3), 1.0, 1e-12).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_norm_of_16_bits_is_that_of_float32_rounded(dtype: torch.dtype) -> None:
+    """What is short, as a first read is, has derivatives of eps^(-3/2), which float16 does not hold."""
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    x[0] *= 1e-4
+    x[1, 0] = 0
+    wide = x.to(dtype).float().requires_grad_()
+    narrow = wide.detach().to(dtype).requires_grad_()
+    for leaf in (wide, narrow):
+        normalised(leaf, 0.2, 1e-5).float().sum().backward()
+    assert narrow.grad is not None and wide.grad is not None
+    assert torch.equal(narrow.grad, wide.grad.to(dtype))
+    assert torch.equal(normalised(narrow, 0.2, 1e-5), normalised(wide, 0.2, 1e-5).to(dtype))
+
+
 def test_second_derivatives_know_that_inputs_may_be_made_of_each_other() -> None:
     x = draw(1, 6, 3)
 

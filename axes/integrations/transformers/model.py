@@ -19,7 +19,12 @@ from axes.depth.base import Streams
 from axes.errors import AxesError, ShapeError
 from axes.integrations.transformers.cache import AxesCache
 from axes.integrations.transformers.config import AxesConfig
-from axes.integrations.transformers.library import BaseModelOutputWithPast, CausalLMOutputWithPast, transformers
+from axes.integrations.transformers.library import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    initialization,
+    transformers,
+)
 from axes.models import Trunk
 from axes.models.language_model import Block
 
@@ -57,11 +62,9 @@ class AxesPreTrainedModel(transformers.PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             tied = self.config.tie_word_embeddings  # logits of unit variance, from rows that streams begin with
-            transformers.initialization.normal_(
-                module.weight, std=1 / math.sqrt(self.config.hidden_size) if tied else 1.0
-            )
+            initialization.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size) if tied else 1.0)
         elif module is getattr(self, "lm_head", None):
-            transformers.initialization.normal_(module.weight, std=1 / self.config.hidden_size)
+            initialization.normal_(module.weight, std=1 / self.config.hidden_size)
 
 
 @final
