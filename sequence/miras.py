@@ -49,12 +49,12 @@ _BLOCK = (
     "No official code. Gradients at the start of a chunk of 16 (update= takes the at='prev' tuple); the read uses the"
     " dual"
     " state of its own token, exactly. What the paper leaves open: alpha = sigmoid and eta = max * sigmoid of a rank-32"
-    " map, SiLU after the convolutions, an RMSNorm per head before the gate (sigmoid of Yaad's MLPs, else"
+    " map, SiLU after the convolutions, an RMSNorm per head before the gate (sigmoid of MLPs but memora-literal's, else"
     " SiLU)"
 )
 _LEARNED = ", a learned initial memory per head"
-# A learned one would be moved by an optimizer's rate a step in every entry, 3e-3 of AdamW's, and no norm takes it away
-# from what is read: pairs write 1e-3 an entry and less. It also has to begin somewhere only where zero has no gradient.
+# A learned one is moved by an optimizer's rate a step in every entry, 3e-3 of AdamW's, and no norm takes it away from
+# what is read: pairs of Memora's write 5e-4 an entry, and are not seen beside it.
 _EMPTY = ", the empty memory first"
 _MLP_GATES = _LEARNED + "; channel-wise rates act on the rows of W1, their mean on W2, whose rows are hidden units"
 _CALMLY = "; alpha is a 4,096th root of that sigmoid, LN has a gain of 0.2 and no bias, neither learned"
@@ -80,6 +80,7 @@ _CALM = (
     ("ln_bias", Constant(0.0, learned=False)),
 )
 # With a deviation of 0.02 16 gradients write 25 times what the first weights are, and LN reads the last block alone.
+# With 1/4 they write a sixth of it, where Yaad is slow to recall; with 0.15 half, less than Titans does.
 _FIRST = 0.25
 _ETA = ("eta", Capped(0.05, scale=0.5, rank=32))
 
@@ -133,11 +134,11 @@ class Moneta(SequenceLayer):
     differs = (
         _MONETA
         + "Values have unit RMS, the scale of LN's output. The exact link shortens a step by about sqrt(n / 5) for n"
-        " entries of a weight: eta and the initial memory are larger than elsewhere. " + _BLOCK + _MLP_GATES
+        " entries of a weight: the initial memory is larger than elsewhere. " + _BLOCK + _MLP_GATES + _CALMLY
     )
     bibtex = _BIBTEX
     update = StateUpdate(Lp(3.0), Lq(4.0), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=5.0, charts=(_SLOW, _GAIN, ("eta", Capped(0.15, scale=1.5, rank=32))))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=5.0, charts=(*_CALM, _ETA))
 
 
 @final
@@ -173,7 +174,7 @@ class MonetaLiteral(SequenceLayer):
     differs = (
         "Nothing in the recurrence but a floor of 1e-6 under the norm. Values have unit RMS. LN hides the reversed"
         " radial"
-        " direction of W1; over a matrix memory this link does not recall. " + _BLOCK + _MLP_GATES
+        " direction of W1; over a matrix memory this link does not recall. " + _BLOCK + _MLP_GATES + _CALMLY
     )
     bibtex = _BIBTEX
     named_operator: ClassVar[str] = (
@@ -182,7 +183,7 @@ class MonetaLiteral(SequenceLayer):
         " so the laws of h do not apply"
     )
     update = StateUpdate(Lp(3.0), LqLiteral(4.0), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=0.02, charts=(_SLOW, _GAIN, _ETA))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=0.02, charts=(*_CALM, _ETA))
 
 
 # ---- Yaad --------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class Yaad(SequenceLayer):
     differs = _YAAD + _BLOCK + _MLP_GATES + _CALMLY
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", output_gate="sigmoid", initial=_FIRST, charts=(*_CALM, _ETA, _DELTA))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=0.15, charts=(*_CALM, _ETA, _DELTA))
 
 
 @final
@@ -220,10 +221,10 @@ class YaadMatrix(SequenceLayer):
     name = "yaad-matrix"
     paper = _PAPER
     equation = "eq. 26 with eqs. 13-14 over a matrix memory (table 4, linear memory)"
-    differs = _YAAD + _BLOCK + _EMPTY
+    differs = _YAAD + _BLOCK + _LEARNED
     bibtex = _BIBTEX
     update = StateUpdate(Huber(Per("delta", "row")), Euclidean(), _ROWS, _ROW_STEP)
-    block = Standard(charts=(_DECAY, _MATRIX_ETA, _DELTA))
+    block = Standard(initial=0.02, charts=(_DECAY, _MATRIX_ETA, _DELTA))
 
 
 @final
@@ -277,10 +278,10 @@ class Memora(SequenceLayer):
     name = "memora"
     paper = _PAPER
     equation = "eqs. 20-21, 27 with a softmax per row of mass sqrt(n_in)"
-    differs = _MEMORA + _BLOCK + _MLP_GATES
+    differs = _MEMORA + _BLOCK + _MLP_GATES + _CALMLY
     bibtex = _BIBTEX
     update = StateUpdate(SquaredError(), Entropic("row", None), _ROWS, _ROW_STEP, memory=MLP())
-    block = Standard(value_norm="rms", initial=1.0, charts=(_SLOW, _GAIN, _ETA))
+    block = Standard(value_norm="rms", output_gate="sigmoid", initial=1.0, charts=(*_CALM, _ETA))
 
 
 @final

@@ -101,7 +101,8 @@ class MuonNet(SequenceLayer):
         _GATE,
         Step(_BETA, at=Anchor(16), via=(Momentum(0.9, "ema"),)),
     )
-    block = Standard(charts=(("decay", LogSigmoid(4.0)), ("beta", Capped(0.1))))
+    # a step is as long where the error is small, as Adam's: larger ones overshoot what keys of length one ask for
+    block = Standard(output_gate="sigmoid", charts=(("decay", LogSigmoid(4.0)), ("beta", Capped(0.005, scale=0.05))))
 
 
 @final

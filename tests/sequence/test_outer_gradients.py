@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from axes.core import reference
-from axes.sequence import FrankWolfeDelta, Titans, Yaad, YaadSwitch
+from axes.sequence import FrankWolfeDelta, Memora, Moneta, MonetaLiteral, Titans, Yaad, YaadSwitch
 from axes.sequence.charts import Capped, LogSigmoid
 from axes.sequence.predicted import FrankWolfe
 
@@ -87,10 +87,21 @@ def through_gates(cls: type[Any], logit: float, root: float | None = None) -> fl
     return float(torch.autograd.grad((y * torch.randn_like(y)).sum(), x)[0].norm())
 
 
-@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
+@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans, Memora, MonetaLiteral])
 def test_gates_of_a_memory_behind_a_layer_norm_stay_where_tokens_turn_it_little(cls: type[Any]) -> None:
     """Wherever training takes them: at a logit of -8 the gradient is that of a logit of 0, within a tenth."""
     assert through_gates(cls, -8.0) < 1.1 * through_gates(cls, 0.0) < 100
+
+
+def test_gates_of_a_cubic_cost_behind_a_layer_norm() -> None:
+    """Whose slope grows with the error: a logit of -8 has not three times the gradient of one of 0."""
+    assert through_gates(Moneta, -8.0) < 3 * through_gates(Moneta, 0.0) < 300
+
+
+@pytest.mark.parametrize("cls", [Moneta, Memora])
+def test_gates_without_a_root_turn_other_links_as_well(cls: type[Any]) -> None:
+    """The control: what these had before."""
+    assert through_gates(cls, 0.0, root=1.0) > 1000
 
 
 @pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
@@ -99,7 +110,7 @@ def test_a_gate_that_forgets_turns_what_is_behind_a_layer_norm(cls: type[Any]) -
     assert through_gates(cls, -8.0, root=64.0) > 500
 
 
-@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans])
+@pytest.mark.parametrize("cls", [Yaad, YaadSwitch, Titans, Moneta, MonetaLiteral, Memora])
 def test_what_a_memory_behind_a_layer_norm_is_scaled_and_moved_by_is_not_learned(cls: type[Any]) -> None:
     layer = cls(32, heads=1)
     assert not [name for name, _ in layer.named_parameters() if "ln_gain" in name or "ln_bias" in name]

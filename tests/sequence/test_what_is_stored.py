@@ -27,8 +27,7 @@ def units(*shape: int, seed: int = 0) -> Tensor:
 def read(update: StateUpdate, k: Tensor, v: Tensor, q: Tensor, rates: dict[str, float], first: Tensor | None) -> Tensor:
     """What queries read behind all pairs: k, v (n, d), q (m, d), the rates those of rows; queries write nothing."""
     n, m = len(k), len(q)
-    none = torch.zeros(m, v.shape[1])
-    signal: dict[str, Any] = {"k": torch.cat((k, q)), "v": torch.cat((v, none)), "q": k.new_zeros(1)}
+    signal: dict[str, Any] = {"k": torch.cat((k, q)), "v": torch.cat((v, torch.zeros(m, v.shape[1])))}
     signal["q"] = torch.cat((torch.zeros_like(k), q))
     for name, rate in rates.items():
         kept = torch.full((n, v.shape[1]), rate, dtype=torch.float64)
@@ -45,7 +44,7 @@ def channels(y: Tensor) -> float:
 
 @pytest.mark.parametrize("eta", [0.004, 0.05])
 def test_moneta_over_a_matrix_stores_the_sixth_power_of_a_value(eta: float) -> None:
-    """The slope of |e|^3 is 3 v |v| at an empty memory, and the link cubes it: W k = 3 eta v^6 |k|_4^2 / |v^2|_4^2."""
+    """The slope of |e|^3 is 3 v |v| at an empty memory, the link cubes that: W k = 3 eta v^6 |k|_4^2 / |v^2|_4^2."""
     k, v = units(1, 8), units(1, 8, seed=1)
     found = read(MonetaMatrix.update, k, v, k, {"decay": OPEN, "eta": eta}, None)[0]
     fourth = (k.pow(4).sum().sqrt()) / v.pow(8).sum().sqrt()
@@ -86,11 +85,10 @@ def test_pairs_are_read_beside_the_empty_memory_and_not_beside_a_learned_one(cls
     assert written(cls, MATRICES[cls], 0.3) < 0.5
 
 
-@pytest.mark.parametrize("cls", [YaadMatrix, MemoraMatrix])
-def test_a_memory_over_a_matrix_begins_empty(cls: type[Any]) -> None:
+def test_memora_over_a_matrix_begins_empty() -> None:
     """And what is read of it, under the layer's own rates at first, is more than what its norm is floored by."""
     torch.manual_seed(0)
-    layer = cls(32, heads=1, dtype=torch.float64)
+    layer = MemoraMatrix(32, heads=1, dtype=torch.float64)
     assert layer.initial is None
     assert isinstance(layer.around.block, Standard)
     x = torch.randn(1, 32, 32, dtype=torch.float64)

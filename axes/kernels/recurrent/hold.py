@@ -18,9 +18,9 @@ from axes.kernels.common.layout import on_device
 from axes.kernels.common.sizes import cdiv, power_of_2
 
 # Programs, in those that a chip has place for, one a multiprocessor; beyond them the walk of `kernels`, of twice as
-# many sequences a program, takes less. H200, 128 channels, forward with backward in ms, this walk and that: 64 sequences of
-# 1,024 tokens, GRU 2.86 and 6.42 (cuDNN 5.82), sLSTM 3.54 and 9.61; 500 of 128 tokens and 8 heads, four times the chip,
-# GRU 4.08 and 2.63, sLSTM 4.27 and 3.12.
+# many sequences a program, takes less. H200, 128 channels, forward with backward in ms, this walk and that: 64
+# sequences of 1,024 tokens, GRU 2.86 and 6.42 (cuDNN 5.82), sLSTM 3.54 and 9.61; 500 of 128 tokens and 8 heads, four
+# times the chip, GRU 4.08 and 2.63, sLSTM 4.27 and 3.12.
 WAVES = 1.0
 DTYPES = (torch.float16, torch.bfloat16)
 _SEQUENCES = 8  # of a program, as many as a product has columns: 16 take more registers than there are
