@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -23,21 +24,6 @@ def _boolean_splat(self, type, x):
     tensor = _splat(self, type, x)
     return TensorHandle(tensor.data.astype(bool), tensor.dtype) if x.data.dtype == bool else tensor
 InterpreterBuilder.create_splat = _boolean_splat
-"""
-# Half of its time goes into widening every sum of integers to see whether it overflows, which no test's size does, and
-# into looking through the language for what to replace, at every call of a function.
-_QUICKER = """
-import inspect
-from functools import cache
-from types import SimpleNamespace
-import triton.language as tl
-from triton.runtime import interpreter
-object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
-@cache
-def _names(of):
-    return [name for name, member in inspect.getmembers(of) if tl.core.is_builtin(member)]
-interpreter.inspect = SimpleNamespace(**vars(inspect))
-interpreter.inspect.getmembers = lambda of: [(name, getattr(of, name)) for name in _names(of)]
 """
 # The interpreter has no libdevice: a power of positive numbers by what it has.
 _POWERS = """
@@ -87,10 +73,13 @@ def serve() -> None:
 
     import axes.optim
     import axes.sequence  # noqa: F401
+    from tests import quicker
 
-    for patch in (_MASKS_STAY_BOOLEAN, _QUICKER, _POWERS):
+    for patch in (_MASKS_STAY_BOOLEAN, _POWERS):
         exec(patch, {})
+    quicker.patch()
     exec(os.environ.get("INTERPRETER_FIRST", ""), {})  # what a tool wants of every program
+    gc.freeze()  # what is imported is no garbage of any program, and looking at it would copy its memory
     for line in sys.stdin:
         with tempfile.TemporaryFile() as said:
             child = os.fork()

@@ -199,7 +199,7 @@ CARRIED = {
     "blocks": "for T in (1, 100): check(T, 16, 16)",
     "widths and masses": "check(70, 20, 5, B=2, H=2, mass=True); check(40, 5, 40, mass=True, last=False)",
     "blocks in tiles": IN_TILES + "for T in (48, 100): check(T, 16, 16)",
-    "masses in tiles": IN_TILES + "check(110, 20, 8, B=2, H=2, mass=True)",
+    "masses in tiles": IN_TILES + "check(110, 20, 8, H=2, mass=True)",
     "half": "check(150, 32, 16, dtype=torch.float16, mass=True, bound=3e-3)",
 }
 

@@ -22,10 +22,12 @@ from tests.interpreter import interpret
 LAYERS = {"mamba2": LogLinearMamba2, "gated-delta-net": LogLinearGatedDeltaNet}
 
 
-def draw(update: StateUpdate, length: int, width: int, dtype: torch.dtype, shared: bool) -> dict[str, Tensor]:
+def draw(
+    update: StateUpdate, length: int, width: int, dtype: torch.dtype, shared: bool, batch: int
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    shape = (2, length, 2)
-    signal = {n: torch.randn(2, length, 1 if shared else 2, width) for n in "qk"}
+    shape = (batch, length, 2)
+    signal = {n: torch.randn(batch, length, 1 if shared else 2, width) for n in "qk"}
     signal["v"] = torch.randn(*shape, width + 1)
     signal["k"] /= signal["k"].norm(dim=-1, keepdim=True)
     signal |= {"decay": -torch.rand(shape), "beta": torch.rand(shape), "dt": torch.rand(shape)}
@@ -44,10 +46,10 @@ def results(run: Any, given: dict[str, Tensor], dtype: torch.dtype | None = None
 
 def compare(
     name: str, most: int, length: int, width: int, dtype: torch.dtype, compute: Any, bound: float,
-    shared: bool = False, closed: bool = False,
+    shared: bool = False, closed: bool = False, batch: int = 2,
 ) -> None:  # fmt: skip
     update = replace(LAYERS[name].update, memory=Fenwick(most))
-    given = draw(update, length, width, dtype, shared)
+    given = draw(update, length, width, dtype, shared, batch)
     if closed:
         given["decay"] = torch.where(torch.rand(given["decay"].shape) < 0.2, -1e3, 10 * given["decay"])
     want = results(lambda x: dispatch.run(update, x, implementation="reference"), given, torch.float64)
@@ -87,9 +89,9 @@ from tests.axes.test_kernels_levels import compare
 levels_kernel.CHUNK = 16
 compare("mamba2", 6, 53, 5, torch.float32, _chain_by_kernel, 1e-5)
 compare("gated-delta-net", 6, 40, 16, torch.float16, _chain_by_kernel, 2e-2)
-compare("gated-delta-net", 9, 70, 5, torch.float32, _chain_by_kernel, 1e-5, shared=True)
-compare("gated-delta-net", 8, 70, 16, torch.float16, _chain_by_kernel, 2e-2)
-compare("gated-delta-net", 8, 40, 16, torch.float32, _chain_by_kernel, 5e-5, closed=True)
+compare("gated-delta-net", 9, 70, 5, torch.float32, _chain_by_kernel, 1e-5, shared=True, batch=1)
+compare("gated-delta-net", 8, 70, 16, torch.float16, _chain_by_kernel, 2e-2, batch=1)
+compare("gated-delta-net", 8, 40, 16, torch.float32, _chain_by_kernel, 5e-5, closed=True, batch=1)
 """)
 
 
@@ -105,9 +107,9 @@ from axes.core.state_update import StateUpdate
 from tests.axes import test_kernels_levels
 from tests.axes.test_kernels_levels import LAYERS, compare, whole
 
-for length, width in ((1, 3), (32, 16), (225, 17)):
-    compare("mamba2", 9, length, width, torch.float32, whole, 1e-5)
-compare("mamba2", 16, 130, 20, torch.float16, whole, 1e-2)
+for length, width, batch in ((1, 3, 2), (32, 16, 2), (225, 17, 1)):
+    compare("mamba2", 9, length, width, torch.float32, whole, 1e-5, batch=batch)
+compare("mamba2", 16, 130, 20, torch.float16, whole, 1e-2, batch=1)
 class Plain:
     update = StateUpdate(Alignment(), memory=Fenwick(8))
 LAYERS["plain"] = Plain

@@ -1,11 +1,10 @@
 """Mixers under FSDP2, in two gloo processes: as part of a unit, and as units of their own.
 
-The processes are this file, executed.
+The processes are this file, executed, and are started once.
 """
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -66,15 +65,16 @@ def one_case(name: str, alone: bool) -> None:
         if p.grad is None:
             continue
         assert isinstance(q, DTensor) and isinstance(q.grad, DTensor), label
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0, atol=1e-12, msg=label)
+        where = f"{name}, alone={alone}: {label}"
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=0, atol=1e-12, msg=where)
 
 
-@pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("alone", [False, True], ids=["in a unit", "a unit"])
-def test_sharded_mixers_are_the_mixers(name: str, alone: bool, tmp_path: Path) -> None:
-    run(__file__, tmp_path, WORLD, name, str(int(alone)))
+def test_sharded_mixers_are_the_mixers(tmp_path: Path) -> None:
+    run(__file__, tmp_path, WORLD)
 
 
 if __name__ == "__main__":
-    with joined() as (_, (case, separate)):
-        one_case(case, bool(int(separate)))
+    with joined():
+        for case in MIXERS:
+            for separate in (False, True):
+                one_case(case, separate)

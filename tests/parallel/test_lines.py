@@ -22,6 +22,7 @@ from axes import catalogue, parallel
 from axes.kernels.common import line as lines
 from axes.models.options import accepted_options
 from axes.parallel import split as ways
+from tests import quicker
 from tests.processes import joined, run
 
 TOKENS = 6
@@ -74,6 +75,7 @@ def _compare(name: str) -> None:
 
 
 if __name__ == "__main__":
+    quicker.patch()
     with joined() as (_, names):
         ways.PICKED = True
         for layer_name in names:

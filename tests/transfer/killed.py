@@ -11,4 +11,4 @@ from axes.transfer.running import run
 
 small.put()
 if __name__ == "__main__":
-    run(planned(("L1",), form="quick"), sys.argv[1], workers=2, watch=lambda *said: print(*said, flush=True))
+    run(planned(("D4",), form="quick"), sys.argv[1], workers=2, watch=lambda *said: print(*said, flush=True))
