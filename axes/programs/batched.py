@@ -92,8 +92,12 @@ class Schedule:
             if whole is not None and whole.run(lists, values):
                 continue
             if known is None and not self.alone:
-                known = [[_value(n, values) for n in numbers] for *_, numbers, _, _ in self._plan]
+                known = self.numbers(values)
             self._execute(lists, values, known)
+
+    def numbers(self, values: Sequence[Real]) -> list[list[Real]]:
+        """What every step multiplies and adds, given the program's numbers."""
+        return [[_value(n, values) for n in numbers] for *_, numbers, _, _ in self._plan]
 
     def _execute(self, lists: Sequence[Lists], values: Sequence[Real], known: list[list[Real]] | None) -> None:
         registers: list[Any] = [*lists, *[None] * (self.registers - len(lists))]

@@ -50,19 +50,19 @@ def no_compiler() -> str | None:
 
 
 @functools.cache
-def library(text: str) -> ctypes.CDLL:
-    """Text of C, loaded. Raises AxesError with what the compiler says of it."""
+def library(text: str, *options: str) -> ctypes.CDLL:
+    """Text of C, loaded. options: of the compiler, besides the usual ones. Raises AxesError with what it says."""
     reason = no_compiler()
     if reason is not None:
         raise AxesError(f"a loop of C was asked for: {reason}")
-    return _loaded(text)
+    return _loaded(text, *options)
 
 
-def _loaded(text: str) -> ctypes.CDLL:
+def _loaded(text: str, *options: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="axes-") as folder:
         source, made = Path(folder, "walk.c"), Path(folder, "walk.so")
         source.write_text(text)
-        command = [str(compiler()), *_OPTIONS, str(source), "-o", str(made), "-lm"]
+        command = [str(compiler()), *_OPTIONS, *options, str(source), "-o", str(made), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise AxesError(f"{compiler()} does not compile a loop of C: {done.stderr.strip()[:2000]}")

@@ -31,10 +31,9 @@ _HEADER = """\
 typedef {real} real;
 static inline real largest(real a, real b) {{ return (a > b) | (a != a) ? a : b; }}
 static inline real least(real a, real b) {{ return (a < b) | (a != a) ? a : b; }}
-enum {{ V = {rows}, K = {keys} }};
 """
 # what is not a number stays so, as in torch
-_CODE = {
+CODE = {
     "mul": "{0} * {1}", "add": "{0} + {1}", "sub": "{0} - {1}", "neg": "-{0}", "abs": "FABS({0})",
     "reciprocal": "1 / {0}", "sqrt": "SQRT({0})", "rsqrt": "1 / SQRT({0})",
     "sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} * 0", "exp": "EXP({0})", "log": "LOG({0})", "log1p": "LOG1P({0})",
@@ -63,9 +62,14 @@ def source(walk: Walk, real: Real) -> str:
 
 
 def header(real: Real, rows: int, keys: int) -> str:
-    """What stands before the functions."""
+    """What stands before the functions of a walk."""
+    return f"{functions(real)}\nenum {{ V = {rows}, K = {keys} }};"
+
+
+def functions(real: Real) -> str:
+    """What the operations are written with."""
     names = [f"#define {n.upper()} {n}{'f' if real == 'float' else ''}" for n in _FUNCTIONS]
-    return "\n".join([_HEADER.format(real=real, rows=rows, keys=keys), *names])
+    return "\n".join([_HEADER.format(real=real), *names])
 
 
 @final
@@ -295,7 +299,7 @@ class _Loops:
         return f"{self.names[x]}{_PLACES[self.program.extent(x)] or '[0]'}"
 
     def _code(self, name: str, inputs: Sequence[Value], known: Mapping[int, str]) -> str:
-        return _CODE[name].format(*(self._value(x, known) for x in inputs))
+        return CODE[name].format(*(self._value(x, known) for x in inputs))
 
 
 def _numbers(program: Program, stage: int) -> list[float]:
@@ -477,4 +481,4 @@ def _refreshed_back(text: _Text, program: Program) -> None:
     text("}")
 
 
-__all__ = ["Real", "constant", "header", "source"]
+__all__ = ["CODE", "Real", "constant", "functions", "header", "source"]

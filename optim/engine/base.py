@@ -285,9 +285,16 @@ class Optimizer(torch.optim.Optimizer):
                 stepped, where = (update, name) if stands is parameter else at_owner(update, parameter, name)
                 device, kind, plain = target or Target.of(stands.device), dtype or stands.dtype, is_plain(stands)
                 if (where, device, kind, plain) not in found:
-                    planned = plan(where, stepped, device, kind, implementation, group, plain)
+                    seen = self._moved(group, stands.dtype)
+                    planned = plan(where, stepped, device, kind, implementation, group, plain, seen)
                     found[where, device, kind, plain] = planned
         return tuple(found.values())
+
+    def _moved(self, group: Group, dtype: torch.dtype) -> int:
+        """How many entries of a dtype the steps of a group have moved."""
+        own = [(p, self.state.get(p)) for p in group["params"] if p.dtype == dtype]
+        begun = [(p, int(state[trees.COUNT])) for p, state in own if state and trees.COUNT in state]
+        return sum(p.numel() for p, _ in begun) * max((count for _, count in begun), default=0)
 
     # ---- one step --------------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from axes.errors import NotFiniteError
+from axes.optim.engine import loops
 from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
+from axes.programs.c_entries import REALS, Loop, look_source
 
 _SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
-_ON_CPU = operator.attrgetter("is_cpu")
+_ON_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
 Agree = Callable[[bool | Tensor], bool]  # whether any process says so
 
 
@@ -127,6 +129,8 @@ class Look:
         self._sizes: list[int] = []
         self._large: list[int] = []
         self._small: list[Callable[[Sequence[Tensor]], tuple[Tensor, ...]]] = []  # choose those of one shape
+        self._total, self._seen = 0, 0  # entries, and those of all looks
+        self._loops: dict[torch.dtype, Loop | None] = {}
 
     def doubtful(self, gradients: Sequence[Tensor]) -> bool | Tensor:
         """Whether it is open that all entries are finite: the numbers say so, or they overflow where no entry does.
@@ -134,7 +138,8 @@ class Look:
         On a device it is a tensor, which nobody has waited for; a GPU computes all norms in one launch. On a CPU they
         are sums: no addition makes a finite number of one that is not, so none is missed. For 20 gradients of 210 x 210
         they take 77 us, of which 40 are the reading; inner products take 96, a gradient scaler's check 115, sums of
-        squares 122 and norms 129 in one call for all (and largest entries, 117, miss -inf).
+        squares 122 and norms 129 in one call for all (and largest entries, 117, miss -inf). A loop of C that compares
+        exponents leaves nothing open.
         """
         if not all(map(_ON_CPU, gradients)):
             norms = _together(torch._foreach_norm(list(gradients)))
@@ -143,6 +148,9 @@ class Look:
         sizes = list(map(Tensor.numel, gradients))
         if sizes != self._sizes:
             self._sort(gradients, sizes)
+        found = self._found(gradients)
+        if found is not None:
+            return found
         sums = [gradients[i].sum() for i in self._large]
         try:
             sums += [torch.cat(chosen(gradients)).sum() for chosen in self._small]
@@ -152,6 +160,25 @@ class Look:
         total = sum(map(Tensor.item, sums))
         return not bool(total - total == 0)  # complex numbers too
 
+    def _found(self, gradients: Sequence[Tensor]) -> bool | None:
+        """Whether some entry is not finite, by a loop of C; None where there is none yet."""
+        self._seen += self._total
+        if self._seen - self._total < loops.WORTH or loops.followed():
+            return None
+        dtype = gradients[0].dtype
+        if set(map(_DTYPE, gradients)) != {dtype} or dtype not in REALS or not loops.readable(gradients):
+            return None
+        if not all(map(Tensor.is_contiguous, gradients)):
+            return None
+        if dtype not in self._loops:
+            fits = loops.no_loops(gradients[0].device, dtype, self._seen) is None
+            self._loops[dtype] = loops.loop(look_source(REALS[dtype]), self._sizes, 1) if fits else None
+        look = self._loops[dtype]
+        if look is None:
+            return None
+        look.put(0, gradients)
+        return look()
+
     def _sort(self, gradients: Sequence[Tensor], sizes: list[int]) -> None:
         """Which gradients are added up alone, and which behind one another."""
         alike: dict[tuple[Any, ...], list[int]] = {}
@@ -159,6 +186,7 @@ class Look:
             if sizes[i] <= _SMALL and g.ndim:
                 alike.setdefault((g.dtype, *g.shape[1:]), []).append(i)
         together = [some for some in alike.values() if len(some) > 1]
+        self._total, self._loops = sum(sizes), {}
         self._sizes, self._small = sizes, [operator.itemgetter(*some) for some in together]
         # the first last: the step begins with what a core's cache still has
         self._large = sorted(set(range(len(sizes))) - {i for some in together for i in some})[::-1]

@@ -1,4 +1,7 @@
-"""Programs over lists of tensors: one kernel on CUDA devices, else torch's multi-tensor operations, block by block."""
+"""Programs over lists of tensors: one kernel on CUDA devices, else torch's multi-tensor operations, block by block.
+
+On a CPU they are one loop of C once these have moved many entries (`loops`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from axes.optim.engine import generated
 from axes.optim.engine.generated import GRADIENT
 from axes.optim.engine.kept import number_on
+from axes.optim.engine.loops import Loops
 from axes.optim.engine.together import copied, fits_kernels
 from axes.programs.batched import BLOCK, Schedule, blocks
 from axes.programs.program import COUNT, PARAMETER, Program
@@ -49,6 +53,7 @@ class Lists:
         joined = [b for b in range(len(self.cut)) if joins and not once and self._small(b)]
         for b in joined if names else ():
             _join([states[i] for i, _, _ in self.cut[b]], names)
+        self.loops = Loops.over({**fixed, **{n: [s[n] for s in states] for n in names}}, states)
         self.views = {n: self.of(xs) for n, xs in fixed.items()}
         self.views |= {n: self.of([s[n] for s in states]) for n in names}
         self.joined = Joined(self.views, joined)
@@ -74,6 +79,8 @@ class Lists:
         others: what is there for this step only.
         """
         schedule = schedule or self.schedule
+        if self.loops is not None and not others and self.loops.step(schedule, gradients, values):
+            return
         lists: dict[str, list[list[Tensor]]] = {**self.views, GRADIENT: self._pieces(gradients)}
         self.joined.enter(lists[GRADIENT])
         for name, tensors in others.items():

@@ -304,7 +304,7 @@ def test_every_operation_of_a_program_has_text() -> None:
     from axes.programs import tiles
 
     points = torch.tensor([-1.5, -0.25, 0.0, 0.3, 2.0, float("nan")], dtype=torch.float64)
-    for name, code in c_text._CODE.items():
+    for name, code in c_text.CODE.items():
         if name == "where":
             continue
         two = "{1}" in code
