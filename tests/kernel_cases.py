@@ -281,7 +281,7 @@ def cells(cell: str, d: int, dtype: torch.dtype = HALF, held: bool = False) -> C
         x = torch.randn(20, 50, 2, gates, d, dtype=dtype, requires_grad=True)
         w, b = (torch.randn(2, *n, gates, d, requires_grad=True) for n in ((d,), ()))
         state = [torch.randn(20, 2, d, requires_grad=True) for _ in range(1 + carried)]
-        with patch.object(recurrent_hold, "fits", lambda _: held):
+        with patch.object(recurrent_hold, "fits", lambda *_: held):
             out, y, carry = recurrent_chain(cell, x, w, b, state[0], tuple(state[1:]))
             both((out, y, *carry))
 
