@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _PLAIN = (Tensor, nn.Parameter)
-_whole = ContextVar("whole", default=False)
+Operator = Callable[..., Tensor]
+_operator: ContextVar[Operator | None] = ContextVar("operator", default=None)
 
 
 def by_formula(*given: Tensor | None) -> bool:
@@ -25,18 +26,19 @@ def by_formula(*given: Tensor | None) -> bool:
 
 
 @contextmanager
-def as_operators() -> Iterator[None]:
-    """Within, what has an operator of ours (`axes.linalg.polynomials`) is that and its adjoint, for who follows a
-    computation operation by operation."""
-    before = _whole.set(True)
+def iterating_by(operator: Operator) -> Iterator[None]:
+    """Within, Newton-Schulz iterations are this operator (`axes.linalg.polynomials.operator`) and its adjoint, for who
+    follows a computation operation by operation."""
+    before = _operator.set(operator)
     try:
         yield
     finally:
-        _whole.reset(before)
+        _operator.reset(before)
 
 
-def wanted_as_operators() -> bool:
-    return _whole.get()
+def iterates_by() -> Operator | None:
+    """The operator that `iterating_by` asks for."""
+    return _operator.get()
 
 
 def by_autograd(
@@ -89,6 +91,6 @@ def followed() -> bool:
 
 
 __all__ = [
-    "again", "as_operators", "by_autograd", "by_formula", "followed", "forward_mode", "numberless", "read",
-    "wanted_as_operators",
+    "again", "by_autograd", "by_formula", "followed", "forward_mode", "iterates_by", "iterating_by", "numberless",
+    "read",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from axes.kernels.common import versions
 from axes.kernels.products import LARGEST_SIDE, MOST_POLYNOMIALS
 from axes.linalg import symmetric
-from axes.linalg.formulas import by_formula, wanted_as_operators
+from axes.linalg.formulas import by_formula, iterates_by
 
 Triple = tuple[float, float, float]
 Form = Literal["direct", "gram"]
@@ -311,14 +311,12 @@ def iterate(
     ones. A matrix's result is then the same to the bit, whichever others are beside it, as far as torch's products are.
     schedule: `Moving` where its numbers are on the device.
     """
-    moving = schedule if isinstance(schedule, Moving) else None
+    moving, operator = schedule if isinstance(schedule, Moving) else None, iterates_by()
     out = list(stacks)
     pools: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, x in enumerate(stacks):
-        if wanted_as_operators() and moving is None and x.dtype not in _SHORT:
-            from axes.linalg.polynomials import operator  # which imports this
-
-            out[i] = operator(x, start, schedule, sizes[i]).to(dtype)  # type: ignore[arg-type]
+        if operator is not None and moving is None and x.dtype not in _SHORT:
+            out[i] = operator(x, start, schedule, sizes[i]).to(dtype)
         elif no_kernel(x, start, schedule) is None:
             out[i] = in_one_launch(x, start, schedule, sizes[i]).to(dtype)  # type: ignore[arg-type]
         else:

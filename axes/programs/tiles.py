@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.linalg.formulas import as_operators
+from axes.linalg import polynomials
+from axes.linalg.formulas import iterating_by
 
 Axis = Literal["v", "k"]
 Shape = tuple[Axis | None, ...]  # of each dimension: rows, keys, or one entry
@@ -388,7 +389,7 @@ def trace(
     # which dimension is which is seen by lengths, so rows and keys have different ones: what the numbers are at the
     # widths themselves is followed a second time where these are equal
     apart = (widths[0], widths[1] + 2) if widths[0] == widths[1] else widths
-    with as_operators() if staged else nullcontext():
+    with iterating_by(polynomials.operator) if staged else nullcontext():
         shapes = _followed(step, given, apart, wanted)
         numbers = shapes if apart == widths else _followed(step, given, widths, wanted)
     return _Translation(given, widths, apart).run(shapes, numbers)

@@ -293,7 +293,8 @@ class Optimizer(torch.optim.Optimizer):
     def _moved(self, group: Group, dtype: torch.dtype) -> int:
         """How many entries of a dtype the steps of a group have moved."""
         own = [(p, self.state.get(p)) for p in group["params"] if p.dtype == dtype]
-        begun = [(p, int(state[trees.COUNT])) for p, state in own if state and trees.COUNT in state]
+        begun = [(p, int(count)) for p, state in own if state and (count := state.get(trees.COUNT)) is not None
+                 and count.numel()]  # of a matrix that another process steps there is none
         return sum(p.numel() for p, _ in begun) * max((count for _, count in begun), default=0)
 
     # ---- one step --------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from axes.core.geometry import Spectral
 from axes.core.monoids import Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
-from axes.linalg.formulas import as_operators
+from axes.linalg import polynomials
+from axes.linalg.formulas import iterating_by
 from axes.linalg.newton_schulz import Start, Triple, direct, iterate, polar_express_schedule
 from axes.programs import c_library, c_text
 from axes.programs.c_polynomials import RESULT, Real, Sizes
@@ -120,7 +121,7 @@ def test_who_follows_a_step_sees_one_operation_and_its_adjoint() -> None:
     def made(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         return iterate([x], start, schedule, "direct", [0.5], dtype)[0]
 
-    with as_operators():
+    with iterating_by(polynomials.operator):
         whole, short = made(x), made(x.detach().bfloat16(), torch.bfloat16)
     assert "newton_schulz_whole" in str(whole.grad_fn) and "newton_schulz_whole" not in str(made(x).grad_fn)
     torch.testing.assert_close(whole, made(x), rtol=1e-12, atol=0)
