@@ -37,7 +37,7 @@ from axes.core.monoids import DPLR, Diagonal, Householder, Product, Rotation, Sc
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError
-from axes.routes import attention, cascade, dispatch, gram
+from axes.routes import attention, cascade, dispatch, gram, solves
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
 from axes.sequence import AdamNet, Moneta, SequenceLayer, ShampooNet, Titans
 from axes.testing import checks, examples, strategies
@@ -368,7 +368,8 @@ def test_chunks_that_are_computed_again_are_the_same(
     plain = results()
     counted: list[int] = []
     usual = cascade.again
-    monkeypatch.setattr(cascade, "again", lambda *given: counted.append(1) or usual(*given))
+    for module in (cascade, solves):
+        monkeypatch.setattr(module, "again", lambda *given: counted.append(1) or usual(*given))
     monkeypatch.setattr(cascade, "KEPT", 0)
     monkeypatch.setattr(cascade, "_FORMED", 200)
     for a, b in zip(results(), plain, strict=True):
