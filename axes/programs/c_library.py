@@ -20,6 +20,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from axes.errors import AxesError
 
@@ -47,6 +48,11 @@ def no_compiler() -> str | None:
     except (AxesError, OSError) as error:  # no headers, or a folder for what is temporary that runs nothing
         return f"C is not compiled and loaded here: {error}"
     return None
+
+
+def followed() -> bool:
+    """Whether somebody follows torch's operations, a compiler or a dispatch mode, and would not see a loop."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 @functools.cache
@@ -100,4 +106,4 @@ class Kernel:
             raise AxesError("a loop of C has no memory for the state of a head")
 
 
-__all__ = ["Kernel", "compiler", "library", "no_compiler"]
+__all__ = ["Kernel", "compiler", "followed", "library", "no_compiler"]

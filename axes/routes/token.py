@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from axes.core import execution, reference
 from axes.core.algorithms import Anchor
@@ -79,7 +78,7 @@ def no_loop(update: StateUpdate, device: torch.device, shapes: Mapping[str, tupl
     """Why no loop of C is generated for a CPU, or None if one is."""
     if device.type != "cpu":
         return f"loops of C run on a CPU, not on {device}"
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+    if c_library.followed():
         return _FOLLOWED
     return c_library.no_compiler() or _no_walk(update, shapes, time, "c")
 

@@ -17,6 +17,7 @@ from axes.errors import NotFiniteError
 from axes.optim.engine import loops
 from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
+from axes.programs import c_library
 from axes.programs.c_entries import REALS, Loop, look_source
 
 _SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
@@ -163,7 +164,7 @@ class Look:
     def _found(self, gradients: Sequence[Tensor]) -> bool | None:
         """Whether some entry is not finite, by a loop of C; None where there is none yet."""
         self._seen += self._total
-        if self._seen - self._total < loops.WORTH or loops.followed():
+        if self._seen - self._total < loops.WORTH or c_library.followed():
             return None
         dtype = gradients[0].dtype
         if set(map(_DTYPE, gradients)) != {dtype} or dtype not in REALS or not loops.readable(gradients):

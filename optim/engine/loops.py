@@ -15,7 +15,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from axes.errors import AxesError
 from axes.optim.engine import trees
@@ -38,11 +37,6 @@ def no_loops(device: torch.device, dtype: torch.dtype, seen: int) -> str | None:
     if seen < WORTH:
         return f"it is compiled once what steps together has moved {WORTH:,} entries"
     return c_library.no_compiler()
-
-
-def followed() -> bool:
-    """Whether somebody follows torch's operations, and would not see a loop."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 @functools.cache
@@ -103,7 +97,7 @@ class Loops:
     def step(self, schedule: Schedule, gradients: Sequence[Tensor], values: Sequence[Any]) -> bool:
         """One datum by a loop; False where there is none, and nothing was done. gradients: of one dtype."""
         self.seen += self.total
-        if self.seen - self.total < WORTH or followed() or not readable(gradients):
+        if self.seen - self.total < WORTH or c_library.followed() or not readable(gradients):
             return False
         short = gradients[0].dtype == SHORT
         if gradients[0].dtype not in (self.real, SHORT):
@@ -137,4 +131,4 @@ class Loops:
         return made
 
 
-__all__ = ["WORTH", "Loops", "followed", "loop", "no_loops", "readable"]
+__all__ = ["WORTH", "Loops", "loop", "no_loops", "readable"]

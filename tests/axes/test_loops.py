@@ -101,6 +101,48 @@ def interpreted(update: StateUpdate, signal: Any, state: State) -> tuple[Tensor,
     return reference.run(update, signal, state, time=1)
 
 
+def by_sequences(cuts: list[int]) -> tuple[Any, Any]:
+    """How three packed sequences run: by a loop of C, and one after the other by the interpreter."""
+
+    def packed(update: StateUpdate, signal: Any, state: State) -> tuple[Tensor, State]:
+        return dispatch.run_packed(update, signal, state, torch.tensor(cuts, dtype=torch.int32), implementation="c")
+
+    def alone(update: StateUpdate, signal: Any, state: State) -> tuple[Tensor, State]:
+        outputs, ends = [], []
+        for i in range(3):
+            one = pytree.tree_map(lambda x: x[i : i + 1] if x.ndim and x.shape[0] == 3 else x, state)  # noqa: B023
+            if cuts[i + 1] > cuts[i]:
+                out, one = interpreted(update, {n: x[:, cuts[i] : cuts[i + 1]] for n, x in signal.items()}, one)
+                outputs.append(out)
+            ends.append(one)
+        count = torch.stack([x.count for x in ends])
+        join = pytree.tree_map(lambda *x: torch.cat(x) if x[0].ndim and x[0].shape[0] == 1 else x[0], *ends)
+        return torch.cat(outputs, 1), join._replace(count=count)
+
+    return packed, alone
+
+
+def require_no_bit_of_threads(update: StateUpdate, signal: dict[str, Tensor]) -> None:
+    state, before, found = begun(update, signal), torch.get_num_threads(), []
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            found.append(results(update, signal, state, torch.float32, by_c))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(sum(found[0], []), sum(found[1], []), strict=True) if a is not None)
+
+
+def require_spoilt_behind(update: StateUpdate, signal: dict[str, Tensor], token: int) -> None:
+    """What is no number of a head in the first sequence is there from its token on, and nowhere else."""
+    state = begun(update, signal)
+    clean, _ = by_c(update, signal, state)
+    signal["v"][0, token, 1, 2] = float("nan")
+    spoilt, _ = by_c(update, signal, state)
+    assert torch.equal(clean[:, :token], spoilt[:, :token]) and torch.equal(clean[:, :, 0], spoilt[:, :, 0])
+    assert not spoilt[0, token:, 1].isfinite().any()
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_loop_is_the_interpreter(name: str) -> None:
     """Several chunks, the last one short, from a state between two anchors."""
@@ -135,25 +177,10 @@ def test_packed_sequences() -> None:
     update = UPDATES["statistics and counts"]
     torch.manual_seed(0)
     signal = draw(update, 1, 60, 2, torch.float64)
-    cuts = [0, 7, 7, 60]
     first = {n: x[:, :3].transpose(0, 1).expand(3, 1, *x.shape[2:]) for n, x in signal.items()}
     state = begun(update, first, count=14)
 
-    def packed(update: StateUpdate, signal: Any, state: State) -> tuple[Tensor, State]:
-        return dispatch.run_packed(update, signal, state, torch.tensor(cuts, dtype=torch.int32), implementation="c")
-
-    def alone(update: StateUpdate, signal: Any, state: State) -> tuple[Tensor, State]:
-        outputs, ends = [], []
-        for i in range(3):
-            one = pytree.tree_map(lambda x: x[i : i + 1] if x.ndim and x.shape[0] == 3 else x, state)  # noqa: B023
-            if cuts[i + 1] > cuts[i]:
-                out, one = interpreted(update, {n: x[:, cuts[i] : cuts[i + 1]] for n, x in signal.items()}, one)
-                outputs.append(out)
-            ends.append(one)
-        count = torch.stack([x.count for x in ends])
-        join = pytree.tree_map(lambda *x: torch.cat(x) if x[0].ndim and x[0].shape[0] == 1 else x[0], *ends)
-        return torch.cat(outputs, 1), join._replace(count=count)
-
+    packed, alone = by_sequences([0, 7, 7, 60])
     exact = results(update, signal, state, torch.float64, alone)
     agree(results(update, signal, state, torch.float64, packed), exact, EXACT)
 
@@ -185,26 +212,12 @@ def test_maxima_are_those_of_negative_numbers() -> None:
 
 def test_threads_change_no_bit() -> None:
     torch.manual_seed(0)
-    signal = draw(SLOTS, 2, 40, 3, torch.float32)
-    state, before, found = begun(SLOTS, signal), torch.get_num_threads(), []
-    try:
-        for threads in (1, 4):
-            torch.set_num_threads(threads)
-            found.append(results(SLOTS, signal, state, torch.float32, by_c))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(sum(found[0], []), sum(found[1], []), strict=True) if a is not None)
+    require_no_bit_of_threads(SLOTS, draw(SLOTS, 2, 40, 3, torch.float32))
 
 
 def test_what_is_no_number_stays_behind_its_token() -> None:
     torch.manual_seed(0)
-    signal = draw(SLOTS, 1, 40, 2, torch.float32)
-    state = begun(SLOTS, signal)
-    clean, _ = by_c(SLOTS, signal, state)
-    signal["v"][0, 17, 1, 2] = float("nan")
-    spoilt, _ = by_c(SLOTS, signal, state)
-    assert torch.equal(clean[:, :17], spoilt[:, :17]) and torch.equal(clean[:, :, 0], spoilt[:, :, 0])
-    assert not spoilt[0, 17:, 1].isfinite().any()
+    require_spoilt_behind(SLOTS, draw(SLOTS, 1, 40, 2, torch.float32), 17)
 
 
 # ---- when ------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,9 @@ interpreter."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from axes import sequence
 from axes.core.algorithms import Anchor, Momentum, Step
@@ -23,9 +20,20 @@ from axes.linalg.newton_schulz import Start, Triple, direct, iterate, polar_expr
 from axes.programs import c_library, c_text
 from axes.programs.c_polynomials import RESULT, Real, Sizes
 from axes.programs.tiles import BACK
-from axes.routes import dispatch, token
+from axes.routes import token
 from axes.routes.select import select
-from tests.axes.test_loops import agree, asked, begun, by_c, draw, interpreted, results
+from tests.axes.test_loops import (
+    agree,
+    asked,
+    begun,
+    by_c,
+    by_sequences,
+    draw,
+    interpreted,
+    require_no_bit_of_threads,
+    require_spoilt_behind,
+    results,
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(c_library.no_compiler() is not None, reason="no C compiler")
 
@@ -162,27 +170,12 @@ def test_packed_sequences() -> None:
     """Of unequal length, one of them empty, each with an anchor of its own; a token of them writes nothing."""
     update = UPDATES["a filter that is projected"]
     torch.manual_seed(0)
-    signal, cuts = draw(update, 1, 21, 2, torch.float64), [0, 4, 4, 21]
+    signal = draw(update, 1, 21, 2, torch.float64)
     signal["k"][:, 9] = 0.0
     first = {n: x[:, :3].transpose(0, 1).expand(3, 1, *x.shape[2:]) for n, x in signal.items()}
     state = begun(update, first, count=14)
 
-    def packed(update: StateUpdate, signal: Any, state: Any) -> Any:
-        return dispatch.run_packed(update, signal, state, torch.tensor(cuts, dtype=torch.int32), implementation="c")
-
-    def alone(update: StateUpdate, signal: Any, state: Any) -> Any:
-        outputs, ends = [], []
-        for i in range(3):
-            one = pytree.tree_map(lambda x: x[i : i + 1] if x.ndim and x.shape[0] == 3 else x, state)  # noqa: B023
-            if cuts[i + 1] > cuts[i]:
-                out, one = interpreted(update, {n: x[:, cuts[i] : cuts[i + 1]] for n, x in signal.items()}, one)
-                outputs.append(out)
-            ends.append(one)
-        count = torch.stack([x.count for x in ends])
-        return torch.cat(outputs, 1), pytree.tree_map(
-            lambda *x: torch.cat(x) if x[0].ndim and x[0].shape[0] == 1 else x[0], *ends
-        )._replace(count=count)
-
+    packed, alone = by_sequences([0, 4, 4, 21])
     exact = results(update, signal, state, torch.float64, alone)
     agree(results(update, signal, state, torch.float64, packed), exact, 1e-11)
 
@@ -191,19 +184,8 @@ def test_threads_change_no_bit_and_what_is_no_number_stays_behind_its_token() ->
     update = UPDATES["a state that is projected"]
     torch.manual_seed(0)
     signal = draw(update, 2, 21, 2, torch.float32)
-    state, before, found = begun(update, signal), torch.get_num_threads(), []
-    try:
-        for threads in (1, 4):
-            torch.set_num_threads(threads)
-            found.append(results(update, signal, state, torch.float32, by_c))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(sum(found[0], []), sum(found[1], []), strict=True) if a is not None)
-    clean, _ = by_c(update, signal, state)
-    signal["v"][0, 9, 1, 2] = float("nan")
-    spoilt, _ = by_c(update, signal, state)
-    assert torch.equal(clean[:, :9], spoilt[:, :9]) and torch.equal(clean[:, :, 0], spoilt[:, :, 0])
-    assert not spoilt[0, 9:, 1].isfinite().any()
+    require_no_bit_of_threads(update, signal)
+    require_spoilt_behind(update, signal, 9)
 
 
 # ---- when ------------------------------------------------------------------------------------------------------------
