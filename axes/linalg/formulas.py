@@ -37,8 +37,9 @@ def iterating_by(operator: Operator) -> Iterator[None]:
 
 
 def iterates_by() -> Operator | None:
-    """The operator that `iterating_by` asks for."""
-    return _operator.get()
+    """The operator that `iterating_by` asks for. Compilers have operations of their own and ask for none; those of
+    torch 2.11 cannot follow a context's variable."""
+    return None if torch.compiler.is_compiling() else _operator.get()
 
 
 def by_autograd(
