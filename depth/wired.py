@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from axes.errors import AxesError
@@ -17,8 +18,9 @@ class NotResidual(AxesError):
 
 @dataclass(frozen=True)
 class Now:
-    """One call of a block: what is read from the streams, its arguments by name, and what children returned so far."""
+    """One call of a block: what is read from the streams, its arguments by name, and what its calls returned so far."""
 
+    block: nn.Module
     read: Tensor
     given: Mapping[str, Any]
     results: list[Any]
@@ -61,6 +63,16 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Own:
+    """A parameter or buffer of the block itself, by its name."""
+
+    name: str
+
+    def take(self, now: Now) -> Any:
+        return getattr(now.block, self.name)
+
+
+@dataclass(frozen=True)
 class Constant:
     """A value that the block's code supplies."""
 
@@ -79,11 +91,23 @@ class Call:
     kwargs: Mapping[str, Source]
     rest: bool = False
 
-    def run(self, block: nn.Module, now: Now, rest: Mapping[str, Any]) -> Any:
+    def run(self, now: Now, rest: Mapping[str, Any]) -> Any:
         kwargs = {name: source.take(now) for name, source in self.kwargs.items()}
         if self.rest:
             kwargs.update(rest)
-        return block.get_submodule(self.child)(*[source.take(now) for source in self.args], **kwargs)
+        return self.called(now.block)(*[source.take(now) for source in self.args], **kwargs)
+
+    def called(self, block: nn.Module) -> Callable[..., Any]:
+        return block.get_submodule(self.child)
+
+
+class Operation(Call):
+    """The same of an operation of torch that acts entry by entry, by its name, "gelu.default": it is not pickled."""
+
+    def called(self, block: nn.Module) -> Callable[..., Any]:
+        name, overload = self.child.split(".")
+        found: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), overload)
+        return found
 
 
 @dataclass(frozen=True)
@@ -97,9 +121,9 @@ class Sublayer:
         self, block: nn.Module, read: Tensor, given: Mapping[str, Any], results: list[Any], rest: Mapping[str, Any]
     ) -> Tensor:
         """y of the sublayer for what it reads; results: what the block's calls returned so far, extended."""
-        now = Now(read, given, results)
+        now = Now(block, read, given, results)
         for call in self.calls:
-            results.append(call.run(block, now, rest))
+            results.append(call.run(now, rest))
         first, *others = (result.take(now) for result in self.added)
         y: Tensor = first
         for other in others:
@@ -118,6 +142,7 @@ class Wiring:
         sublayers: in order.
         others: what is returned behind the stream; None if the stream is returned alone.
         rest: whether keywords beyond `names` have a place to go.
+        matrices: arguments that the block looks at, known for floating-point tensors of two dimensions alone.
     """
 
     names: tuple[str, ...]
@@ -126,6 +151,7 @@ class Wiring:
     sublayers: tuple[Sublayer, ...]
     others: tuple[Source, ...] | None
     rest: bool = False
+    matrices: frozenset[str] = frozenset()
 
     def bind(self, who: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of one call by name, and keywords beyond them."""
@@ -143,19 +169,34 @@ class Wiring:
         for name, reason in self.fixed.items():
             if not _same(given[name], self.defaults[name]):
                 raise NotResidual(f"{who}: wrapped, it takes {name}={self.defaults[name]!r} only: {reason}")
+        for name in self.matrices:
+            value = given[name]
+            if not _same(value, self.defaults[name]) and not (
+                isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point()
+            ):
+                raise NotResidual(
+                    f"{who}: wrapped, it takes {name} as a floating-point tensor of two dimensions (a mask of zeros "
+                    f"and -inf, say), since its forward looks at it; got {_called(value)}"
+                )
         return given, rest
 
-    def behind(self, given: Mapping[str, Any], results: list[Any]) -> list[Any]:
+    def behind(self, block: nn.Module, given: Mapping[str, Any], results: list[Any]) -> list[Any]:
         """What the block returns after the stream."""
-        now = Now(results[0], given, results)
+        now = Now(block, results[0], given, results)
         return [source.take(now) for source in self.others or ()]
 
     def __str__(self) -> str:
         return " ; ".join(" > ".join(call.child for call in sublayer.calls) for sublayer in self.sublayers)
 
 
+def _called(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+
+
 def _same(value: Any, default: Any) -> bool:
     return value is None or value is default or (isinstance(value, (bool, int, float, str)) and value == default)
 
 
-__all__ = ["Argument", "Call", "Constant", "NotResidual", "Read", "Result", "Source", "Sublayer", "Wiring"]
+__all__ = [
+    "Argument", "Call", "Constant", "NotResidual", "Operation", "Own", "Read", "Result", "Source", "Sublayer", "Wiring",
+]  # fmt: skip

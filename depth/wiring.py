@@ -3,7 +3,9 @@
 No list of class names says that: the block is asked. Its forward runs on a few small tensors with stand-ins for its
 children, which note what they are called with and return numbers of their own. The numbers are integers, so that sums
 are exact, and every tensor that a child is given is recognised by its value: the stream, or what another one returned.
-A block that does anything else with them (a factor, a norm or a dropout that is no child) is refused, not approximated.
+Operations that act entry by entry on what children returned (an activation, a product of two, a factor that is the
+block's own parameter) are noted like children. A block that does anything else (a norm or a dropout that is no child)
+is refused, not approximated, and so is one whose numbers hang on how long its input is.
 """
 
 from __future__ import annotations
@@ -12,17 +14,33 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from axes.depth.wired import Argument, Call, Constant, NotResidual, Read, Result, Source, Sublayer, Wiring
+from axes.depth.wired import (
+    Argument,
+    Call,
+    Constant,
+    NotResidual,
+    Operation,
+    Own,
+    Read,
+    Result,
+    Source,
+    Sublayer,
+    Wiring,
+)
 
 LARGEST = 2**16  # sums of a block's outputs stay exact in float32
-MOST_OUTPUTS = 6
+MOST_OUTPUTS = MOST_IDLE = 6
 EXTRA = "an_argument_that_no_block_knows"
+SHORT, LONG = (2, 3), (3, 5)  # sequences and tokens that a block is asked with
+SUM, COPY = torch.ops.aten.add.Tensor, torch.ops.aten.clone.default
 
 
 def wiring(block: nn.Module, width: int) -> Wiring:
@@ -37,23 +55,33 @@ def wiring(block: nn.Module, width: int) -> Wiring:
     if not named:
         raise NotResidual("its forward takes no argument by name, so the stream is not to be told apart")
     ask = _Asked(block, forward, width)
-    given = {p.name: _Opaque(Argument(p.name)) for p in named[1:] if p.default is p.empty}
+    given: dict[str, Any] = {p.name: _Opaque(Argument(p.name)) for p in named[1:] if p.default is p.empty}
     optional = {p.name: p.default for p in named[1:] if p.name not in given}
     found = ask(given, training=True)
     if ask(given, training=False) != found:
         raise NotResidual("its children are called otherwise in training than in evaluation")
-    fixed, rest = {}, False
+    if ask(given, training=True, sizes=LONG) != found:
+        raise NotResidual("its children are given numbers that hang on how many sequences or tokens there are")
+    fixed: dict[str, str] = {}
+    rest, matrices = False, set()
     more = [EXTRA] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
     for name in (*optional, *more):
-        trial = {**given, name: _Opaque(Argument(name))}
-        try:
-            found = _merged(found, ask(trial, training=True))
-        except NotResidual as error:
-            fixed[name] = str(error)
-        else:
-            given, rest = trial, name == EXTRA
+        # a mask that the block looks at, its dtype say, is a tensor of numbers of its own
+        for stand_in in (_Opaque(Argument(name)), _Numbers(Argument(name))):
+            trial = {**given, name: stand_in}
+            try:
+                found = _merged(found, ask(trial, training=True))
+            except NotResidual as error:
+                fixed.setdefault(name, str(error))
+            else:
+                given, rest = trial, name == EXTRA
+                fixed.pop(name, None)
+                if isinstance(stand_in, _Numbers):
+                    matrices.add(name)
+                break
     fixed.pop(EXTRA, None)
-    return Wiring(tuple(p.name for p in named), optional, fixed, found.sublayers, found.others, rest)
+    names = tuple(p.name for p in named)
+    return Wiring(names, optional, fixed, found.sublayers, found.others, rest, frozenset(matrices))
 
 
 @dataclass(frozen=True)
@@ -69,14 +97,22 @@ class _Opaque:
     source: Source
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """The same of an argument that has to be a tensor; what is made of it is not recognised."""
+
+    source: Source
+
+
 @dataclass
 class _Seen:
-    """One call of a stand-in: copies, since a block may add in place."""
+    """One call of a stand-in or an operation: copies, since a block may add in place."""
 
     child: str
     args: list[Any]
     kwargs: dict[str, Any]
     output: Tensor
+    kind: type[Call] = Call
 
 
 @dataclass
@@ -84,6 +120,50 @@ class _Record:
     items: dict[int, int]  # call -> length of the tuple that it returns
     numbers: torch.Generator
     calls: list[_Seen] = field(default_factory=list)
+    known: list[tuple[Tensor, Source]] = field(default_factory=list)  # the block's own, and arguments that are tensors
+    outside: bool = False  # a stand-in's own operations are not the block's
+
+    def origin(self, value: Any, before: int | None = None) -> Any:
+        """Where a value comes from, of calls before that one; itself if it is a tensor that nobody returned."""
+        if isinstance(value, Tensor):
+            for number in reversed(range(len(self.calls) if before is None else before)):
+                if _equal(value, self.calls[number].output):
+                    return Result(number)
+            return next((source for x, source in self.known if _equal(value, x)), value)
+        if isinstance(value, _Opaque):
+            return value.source
+        if any(isinstance(leaf, (Tensor, _Opaque)) for leaf in tree_leaves(value)):
+            raise NotResidual("a child is given tensors or arguments inside another structure")
+        return Constant(value)
+
+    def answer(self, child: str, args: Any, kwargs: dict[str, Any], like: Tensor, kind: type[Call] = Call) -> Tensor:
+        """Note a call; numbers of that shape in the place of its result."""
+        output = _integers(like, self.numbers)
+        kept = {k: _kept(x) for k, x in kwargs.items()}
+        self.calls.append(_Seen(child, [_kept(x) for x in args], kept, output, kind))
+        return output.clone()
+
+
+class _Followed(TorchDispatchMode):
+    """Notes operations that act entry by entry on what calls returned, as if they were children."""
+
+    def __init__(self, record: _Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        if not self.record.outside and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
+            origins = [self.record.origin(x) for x in given]
+            whole = not any(isinstance(origin, Tensor) for origin in origins)
+            called = any(isinstance(origin, Result) for origin in origins)
+            # sums of what calls returned are recognised by their value
+            summed = func is SUM and all(isinstance(origin, Result) for origin in origins)
+            if whole and called and not summed and func is not COPY:
+                name = f"{func._schema.name.split('::')[1]}.{func._overloadname}"
+                return self.record.answer(name, args, kwargs, func(*args, **kwargs), Operation)
+        return func(*args, **kwargs)
 
 
 class _Unpacked(Exception):
@@ -120,10 +200,9 @@ class _StandIn(nn.Module):
         if not tensors:
             raise NotResidual(f"{self.__dict__['path']} is called without a tensor")
         number = len(record.calls)
-        output = _integers(tensors[0], record.numbers)
-        seen = _Seen(self.__dict__["path"], [_kept(x) for x in args], {k: _kept(x) for k, x in kwargs.items()}, output)
-        record.calls.append(seen)
-        first = output.clone().as_subclass(_Output)
+        record.outside = True
+        first = record.answer(self.__dict__["path"], args, kwargs, tensors[0]).as_subclass(_Output)
+        record.outside = False
         if number not in record.items:
             return first
         return (first, *(_Opaque(Result(number, item)) for item in range(1, record.items[number])))
@@ -133,19 +212,21 @@ class _Asked:
     """Runs a block's forward with stand-ins."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], width: int) -> None:
-        self.block, self.forward = block, forward
-        self.stream = torch.empty(2, 3, width, device="cpu")
+        self.block, self.forward, self.width = block, forward, width
         self.items: dict[int, int] = {}
 
-    def __call__(self, given: dict[str, Any], *, training: bool) -> _Found:
+    def __call__(self, given: dict[str, Any], *, training: bool, sizes: tuple[int, int] = SHORT) -> _Found:
         """The wiring under these arguments. How many things a child returns is found by trying."""
         items = dict(self.items)
         while True:
             record = _Record(items, torch.Generator("cpu").manual_seed(0))
-            stream = _integers(self.stream, record.numbers)
+            stream = _integers(torch.empty(*sizes, self.width, device="cpu"), record.numbers)
+            alone = _with_stand_ins(self.block, record, training)
+            arguments = {name: _drawn(x, sizes, record) for name, x in given.items()}
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                    output = self.forward(_with_stand_ins(self.block, record, training), stream.clone(), **given)
+                # with gradients, since modules of torch have another way in evaluation without
+                with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"), _Followed(record):
+                    output = self.forward(alone, stream.clone().requires_grad_().clone(), **arguments)
             except NotResidual:
                 raise
             except Exception as error:  # the block's own code, on arguments it may not expect
@@ -155,7 +236,7 @@ class _Asked:
                     reason = next(iter(str(error).splitlines()), "")
                     raise NotResidual(f"its forward fails: {type(error).__name__}: {reason}") from error
             else:
-                found = _found(record.calls, stream, output)
+                found = _found(record, stream, output)
                 self.items = items
                 return found
 
@@ -167,8 +248,19 @@ def _with_stand_ins(block: nn.Module, record: _Record, training: bool) -> nn.Mod
         kind: {name: x if x is None else _integers(x, record.numbers) for name, x in block.__dict__[kind].items()}
         for kind in ("_parameters", "_buffers")
     }
+    named = (pair for kind in own.values() for pair in kind.items())
+    record.known = [(x, Own(name)) for name, x in named if x is not None]
     alone.__dict__.update(own, _modules=_stood_in(block, "", record), training=training)
     return alone
+
+
+def _drawn(value: Any, sizes: tuple[int, int], record: _Record) -> Any:
+    """An argument of a call; numbers of a mask's shape, (T, T), where it has to be a tensor."""
+    if not isinstance(value, _Numbers):
+        return value
+    made = _integers(torch.empty(sizes[1], sizes[1], device="cpu"), record.numbers)
+    record.known.append((made.clone(), value.source))
+    return made
 
 
 def _stood_in(module: nn.Module, prefix: str, record: _Record) -> dict[str, nn.Module | None]:
@@ -182,13 +274,33 @@ def _stood_in(module: nn.Module, prefix: str, record: _Record) -> dict[str, nn.M
     return made
 
 
-def _found(calls: list[_Seen], stream: Tensor, output: Any) -> _Found:
+def _found(record: _Record, stream: Tensor, output: Any) -> _Found:
     """Sublayers from what was seen: the stream is read where a child is given it, and moves on where it was added to.
 
-    What no child takes in is added.
+    What no child takes in is added; an operation that nobody takes may also have been for the block's own record.
     """
-    taken = [[_origin(x, calls[:i]) for x in (*c.args, *c.kwargs.values())] for i, c in enumerate(calls)]
+    calls = record.calls
+    taken = [[record.origin(x, i) for x in (*c.args, *c.kwargs.values())] for i, c in enumerate(calls)]
     consumed = {x.call for origins in taken for x in origins if isinstance(x, Result) and x.item == 0}
+    idle = [i for i, call in enumerate(calls) if call.kind is Operation and i not in consumed]
+    refused = None
+    for unused in chain.from_iterable(combinations(idle, count) for count in range(len(idle[:MOST_IDLE]) + 1)):
+        try:
+            return _added(calls, stream, output, taken, consumed.union(unused), record.origin)
+        except NotResidual as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _added(
+    calls: list[_Seen],
+    stream: Tensor,
+    output: Any,
+    taken: list[list[Any]],
+    consumed: set[int],
+    origin_of: Callable[[Any], Any],
+) -> _Found:
     sublayers: list[Sublayer] = []
     read, added = stream, stream
     made: list[Call] = []
@@ -202,7 +314,7 @@ def _found(calls: list[_Seen], stream: Tensor, output: Any) -> _Found:
                 read, made, ends = added, [], []
         sources: list[Source] = [Read() if isinstance(origin, Tensor) else origin for origin in origins]
         args, kwargs = sources[: len(call.args)], dict(zip(call.kwargs, sources[len(call.args) :], strict=True))
-        made.append(Call(call.child, tuple(args), kwargs))
+        made.append(call.kind(call.child, tuple(args), kwargs))
         if number not in consumed:
             ends.append(Result(number))
             added = added + call.output
@@ -213,25 +325,14 @@ def _found(calls: list[_Seen], stream: Tensor, output: Any) -> _Found:
     if not isinstance(first, Tensor) or not _equal(first, added):
         raise NotResidual(
             "its output is not what enters plus what its children return: something between them is no child "
-            "(a factor, a norm, a dropout), or nothing is added"
+            "(a norm, a dropout), or nothing is added"
         )
     if not isinstance(output, tuple):
         return _Found(tuple(sublayers), None)
-    behind = [_origin(x, calls) for x in others]
+    behind = [origin_of(x) for x in others]
     if any(isinstance(x, Tensor) for x in behind):
         raise NotResidual("it returns tensors behind the stream that are no child's")
     return _Found(tuple(sublayers), tuple(behind))
-
-
-def _origin(value: Any, calls: list[_Seen]) -> Any:
-    """Where a value comes from; itself if it is a tensor that no child returned."""
-    if isinstance(value, Tensor):
-        return next((Result(i) for i in reversed(range(len(calls))) if _equal(value, calls[i].output)), value)
-    if isinstance(value, _Opaque):
-        return value.source
-    if any(isinstance(leaf, (Tensor, _Opaque)) for leaf in tree_leaves(value)):
-        raise NotResidual("a child is given tensors or arguments inside another structure")
-    return Constant(value)
 
 
 def _merged(found: _Found, other: _Found) -> _Found:
@@ -250,7 +351,8 @@ def _merged(found: _Found, other: _Found) -> _Found:
         if kwargs.keys() != old.kwargs.keys():
             raise NotResidual("given, it changes what children are called with")
         args = tuple(merge(a, b) for a, b in zip(old.args, new.args, strict=True))
-        return Call(old.child, args, {k: merge(old.kwargs[k], kwargs[k]) for k in kwargs}, rest or old.rest)
+        kwargs = {k: merge(old.kwargs[k], kwargs[k]) for k in kwargs}
+        return replace(old, args=args, kwargs=kwargs, rest=rest or old.rest)
 
     def shape(x: _Found) -> tuple[Any, ...]:
         ends = [(len(s.calls), s.added) for s in x.sublayers]

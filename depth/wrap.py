@@ -155,7 +155,7 @@ def _mixed_forward(self: MixedBlock, *args: Any, **kwargs: Any) -> Any:
     streams = through(made, mixers, streams, mixing.recompute * len(mixers))
     if mixing.leaves:
         streams = mixers[-1].reduce(streams)
-    return streams if wired.others is None else (streams, *wired.behind(given, results))
+    return streams if wired.others is None else (streams, *wired.behind(self, given, results))
 
 
 _MADE: dict[type[nn.Module], type[MixedBlock]] = {}

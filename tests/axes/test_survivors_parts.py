@@ -268,8 +268,9 @@ def test_keywords_that_a_block_cannot_hand_on_are_refused_and_others_are_bound()
 
 
 def test_what_a_block_returns_behind_the_stream_is_what_it_was_given_or_called() -> None:
-    found = replace(wiring(_Branches(), 4), others=(Argument("mask"), Result(0, 1)))
-    assert found.behind({"mask": "m"}, [("y", "cache")]) == ["m", "cache"]
+    block = _Branches()
+    found = replace(wiring(block, 4), others=(Argument("mask"), Result(0, 1)))
+    assert found.behind(block, {"mask": "m"}, [("y", "cache")]) == ["m", "cache"]
 
 
 def test_latents_have_the_gates_that_the_tuple_asks_for() -> None:

@@ -144,8 +144,28 @@ class NormAfter(Base):
         return x
 
 
-BLOCKS: tuple[Callable[[], nn.Module], ...] = (GPT2, Llama, NanoGPT, Parallel, NormAfter)
-SUBLAYERS = {GPT2: 2, Llama: 2, NanoGPT: 2, Parallel: 1, NormAfter: 2}
+class Inline(Base):
+    """A gated network written out, factors between sublayer and stream, a record that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(OnlyOutput)
+        del self.mlp
+        self.gate, self.up, self.down = nn.Linear(D, 3 * D), nn.Linear(D, 3 * D), nn.Linear(3 * D, D)
+        self.gamma = nn.Parameter(torch.linspace(0.2, 0.9, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn(self.ln_1(x))
+        self.largest = y.abs()
+        x = x + self.gamma * y
+        return x + self.gated(x)
+
+    def gated(self, x: Tensor) -> Tensor:
+        x = self.ln_2(x)
+        return 0.5 * self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+BLOCKS: tuple[Callable[[], nn.Module], ...] = (GPT2, Llama, NanoGPT, Parallel, NormAfter, Inline)
+SUBLAYERS = {GPT2: 2, Llama: 2, NanoGPT: 2, Parallel: 1, NormAfter: 2, Inline: 2}
 
 
 class Model(nn.Module):
@@ -226,6 +246,7 @@ def test_a_wrapped_model_computes_the_mixers_equation(block: Callable[[], nn.Mod
         NanoGPT: lambda b: [lambda x: b.attn(b.ln_1(x)), lambda x: b.mlp(b.ln_2(x))],
         Parallel: lambda b: [lambda x: b.attn(b.ln_1(x))[0] + b.mlp(b.ln_1(x))],
         NormAfter: lambda b: [lambda x: b.ln_1(b.parts["attn"](x)), lambda x: b.ln_2(b.parts["mlp"](x))],
+        Inline: lambda b: [lambda x: b.gamma * b.attn(b.ln_1(x)), b.gated],
     }
     streams = m.embedding(TOKENS)[..., None, :].expand(-1, -1, 3, -1)
     for b in m.blocks:
@@ -356,18 +377,6 @@ def test_parameters_follow_the_block() -> None:
 # ---- what is refused, and how ----------------------------------------------------------------------------------------
 
 
-class Scaled(Base):
-    """A factor between sublayer and stream, one at the start: still not an addition."""
-
-    def __init__(self) -> None:
-        super().__init__(OnlyOutput)
-        self.gamma = nn.Parameter(torch.ones(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.gamma * self.mlp(self.ln_2(x))
-
-
 class Dropped(Base):
     def forward(self, x: Tensor) -> Tensor:
         return x + F.dropout(self.mlp(self.ln_1(x)), 0.1, self.training)
@@ -393,12 +402,25 @@ class Moody(Base):
         return x + (self.mlp(self.ln_1(x)) if self.training else self.mlp(x))
 
 
+class Long(Base):
+    """A factor that is no number of the block: the length of what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.ln_1(x)) / x.shape[1]
+
+
+class Halved(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x + self.mlp(self.ln_1(x))
+
+
 REFUSED = {
-    Scaled: "something between them is no child",
     Dropped: "something between them is no child",
     NormedStream: "something between them is no child",
     OtherNorm: "mlp is given neither the residual stream nor what a child returned",
     Moody: "otherwise in training than in evaluation",
+    Long: "hang on how many sequences or tokens",
+    Halved: "something between them is no child",
     mlp: "the width of its stream is not known",
 }
 
@@ -420,11 +442,11 @@ def test_blocks_by_a_predicate() -> None:
     wrap(m, MHC, blocks=lambda module: isinstance(module, NanoGPT))
     assert [isinstance(b, MixedBlock) for b in m.blocks] == [True, True, True, False]
     m = model(NanoGPT)
-    m.blocks.append(Scaled().double())
-    with pytest.raises(NotResidual, match=r"some members of blocks are residual blocks, but not blocks.3 \(Scaled\)"):
+    m.blocks.append(Halved().double())
+    with pytest.raises(NotResidual, match=r"some members of blocks are residual blocks, but not blocks.3 \(Halved\)"):
         wrap(m, MHC)
-    with pytest.raises(NotResidual, match=r"blocks.0 \(Scaled\) was chosen, but its output is not"):
-        wrap(model(Scaled), MHC, blocks=lambda module: isinstance(module, Scaled))
+    with pytest.raises(NotResidual, match=r"blocks.0 \(Halved\) was chosen, but its output is not"):
+        wrap(model(Halved), MHC, blocks=lambda module: isinstance(module, Halved))
     with pytest.raises(NotResidual, match="norm .LayerNorm. was chosen, but it is no member"):
         wrap(model(NanoGPT), MHC, blocks=lambda module: isinstance(module, nn.LayerNorm))
     with pytest.raises(NotResidual, match="no residual block"):
@@ -479,7 +501,35 @@ def test_a_mixed_sublayer_is_a_wrapped_block() -> None:
     assert torch.equal(blocks(x), own[-1].mixer.reduce(streams))
 
 
+@pytest.mark.parametrize("crossed", (False, True))
+def test_layers_of_torch(crossed: bool) -> None:
+    """What `nn.TransformerEncoder` and its decoder hand their layers passes through: masks, padding, a memory."""
+    torch.manual_seed(0)
+    sizes = {"d_model": D, "nhead": 2, "dim_feedforward": 24, "batch_first": True, "norm_first": True}
+    if crossed:
+        m: nn.Module = nn.TransformerDecoder(nn.TransformerDecoderLayer(**sizes), 3)
+    else:
+        m = nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 3, enable_nested_tensor=False)
+    m = m.double().eval()
+    x, memory = torch.randn(2, 7, D, dtype=torch.float64), torch.randn(2, 5, D, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
+    padded = torch.arange(7) >= torch.tensor([[7], [5]])
+    ways: tuple[tuple[Any, ...], ...] = ((x,), (x, mask), (x, None, padded), (x, mask, torch.zeros(2, 7).double()))
+    if crossed:
+        ways = ((x, memory), (x, memory, mask))
+    want = [m(*way).detach() for way in ways]
+    wrap(m, MHC, streams=4)
+    for way, plain in zip(ways, want, strict=True):
+        torch.testing.assert_close(m(*way), plain, rtol=0, atol=1e-12)
+    layer: Any = m.get_submodule("layers.0")
+    if not crossed:  # the encoder's looks at its masks
+        with pytest.raises(NotResidual, match=r"src_mask as a floating.*got a tensor \(7, 7\) of torch.bool"):
+            layer(x, mask < 0)
+
+
 def test_the_wiring_is_read_from_the_block() -> None:
+    shown = "ln_1 > attn > abs.default > mul.Tensor ; ln_2 > gate > silu.default > up > mul.Tensor > down > mul.Tensor"
+    assert str(wiring(Inline(), D)) == shown
     wired = wiring(GPT2(), D)
     assert str(wired) == "ln_1 > attn ; ln_2 > mlp" and list(wired.fixed) == ["encoder"] and wired.rest
     assert str(wiring(NormAfter(), D)) == "parts.attn > ln_1 ; parts.mlp > ln_2"
