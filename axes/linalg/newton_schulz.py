@@ -65,6 +65,26 @@ def is_zero(x: Tensor) -> Tensor:
 _AT_A_TIME = 1 << 20
 
 
+def _instructions() -> dict[torch.dtype, bool]:
+    """By a 16-bit type, whether this processor multiplies it by instructions of its own."""
+    if not torch.backends.mkldnn.is_available():
+        return {}
+    known = torch.ops.mkldnn
+    return {torch.bfloat16: known._is_mkldnn_bf16_supported(), torch.float16: known._is_mkldnn_fp16_supported()}
+
+
+_INSTRUCTIONS = _instructions()
+
+
+def _lent(x: Tensor) -> torch.dtype:
+    """The type whose instructions multiply x: float32's where a CPU has none for 16 bits.
+
+    torch adds products of 16 bits up in float32 and rounds once, in a loop of its own there that takes 50 to 250 times as
+    long: products of rounded factors in float32, rounded again, are the same but for the order of sums.
+    """
+    return x.dtype if x.device.type != "cpu" or _INSTRUCTIONS.get(x.dtype, True) else torch.float32
+
+
 def direct(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
     """x <- a x + (b x x^T + c (x x^T)^2) x for every (a, b, c), x (..., m, n) with m <= n."""
     if x.ndim == 2:
@@ -80,10 +100,15 @@ def _iterated(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
     if x.ndim == 3 and x.shape[0] == 1:
         return _iterated(x[0], schedule)[None]
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
+    rounded, x = x.dtype, x.to(_lent(x))
     for a, b, c in schedule:
-        gram = x @ x.mT
-        x = fused(x, fused(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+        gram = _rounded(x @ x.mT, rounded)
+        x = _rounded(fused(x, _rounded(fused(gram, gram, gram, beta=b, alpha=c), rounded), x, beta=a), rounded)
+    return x.to(rounded)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype).to(x.dtype)
 
 
 # ---- in the space of Gram matrices -----------------------------------------------------------------------------------
@@ -252,13 +277,14 @@ class Moving(NamedTuple):
 
     def direct(self, x: Tensor) -> Tensor:
         """`direct`; sums are float32, for a number of a device is rounded to the dtype of a tensor beside it."""
-        high = torch.promote_types(x.dtype, torch.float32)
+        high, rounded = torch.promote_types(x.dtype, torch.float32), x.dtype
         a, b, c = self.numbers[:3].to(high).unbind()
+        x = x.to(_lent(x))
         for _ in range(self.steps):
-            gram = x @ x.mT
-            q = (b * gram.to(high) + c * (gram @ gram).to(high)).to(x.dtype)
-            x = (a * x.to(high) + (q @ x).to(high)).to(x.dtype)
-        return x
+            gram = _rounded(x @ x.mT, rounded)
+            q = (b * gram.to(high) + c * _rounded(gram @ gram, rounded).to(high)).to(rounded).to(x.dtype)
+            x = (a * x.to(high) + _rounded(q @ x, rounded).to(high)).to(rounded).to(x.dtype)
+        return x.to(rounded)
 
     def in_gram_form(self, stacks: Sequence[Tensor], sizes: Sequence[float], whole: int) -> list[Tensor]:
         """`in_gram_form`."""

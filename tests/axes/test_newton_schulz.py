@@ -18,7 +18,7 @@ from torch import Tensor
 from axes.core.geometry import Spectral
 from axes.core.geometry.bregman import NO_CONTEXT
 from axes.errors import IllegalUpdate
-from axes.linalg import symmetric
+from axes.linalg import newton_schulz, symmetric
 from axes.linalg.newton_schulz import (
     Moving,
     Start,
@@ -349,3 +349,31 @@ def test_a_stack_is_its_matrices_however_many_are_taken_at_a_time(limit: int, mo
     (a,), (b,) = torch.autograd.grad((together * weights).sum(), x), torch.autograd.grad((alone * weights).sum(), x)
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert direct(x.detach()[:0], schedule).shape == (0, 3, 5, 7)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("shape", ((6, 9), (3, 6, 9)))
+def test_a_cpu_without_instructions_for_16_bits_rounds_as_torch_does(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are exact in float32 where entries are few integers: both routes round the same three numbers a step."""
+    x = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(0)).to(dtype) / 8
+    schedule, found = ((2.0, -1.0, 0.5),), []
+    for instructions in (True, False):
+        monkeypatch.setattr(newton_schulz, "_INSTRUCTIONS", {dtype: instructions})
+        assert newton_schulz._lent(x) == (dtype if instructions else torch.float32)
+        found.append(direct(x, schedule))
+    gram = (x @ x.mT).double()
+    factor = (0.5 * gram @ gram - gram).to(dtype).double()
+    want = (factor @ x.double() + 2 * x).to(dtype)
+    assert found[0].dtype == found[1].dtype == dtype
+    assert torch.equal(found[0], want) and torch.equal(found[1], want)
+    torch.manual_seed(1)
+    x = torch.randn(shape).to(dtype) / 8
+    moving = Moving(torch.tensor(Moving.told(MUON, 5)), 5)
+    for iterated in (lambda: direct(x, (MUON,) * 5), lambda: moving.direct(x)):
+        ways = []
+        for instructions in (True, False):
+            monkeypatch.setattr(newton_schulz, "_INSTRUCTIONS", {dtype: instructions})
+            ways.append(iterated().double())
+        assert (ways[0] - ways[1]).norm() <= 4 * torch.finfo(dtype).eps * ways[0].norm()
