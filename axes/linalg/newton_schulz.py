@@ -79,28 +79,31 @@ _INSTRUCTIONS = _instructions()
 def _lent(x: Tensor) -> torch.dtype:
     """The type whose instructions multiply x: float32's where a CPU has none for 16 bits.
 
-    torch adds products of 16 bits up in float32 and rounds once, in a loop of its own there that takes 50 to 250 times as
-    long: products of rounded factors in float32, rounded again, are the same but for the order of sums.
+    torch adds products of 16 bits up in float32 and rounds once, in a loop of its own there that takes 50 to 250 times
+    as long: products of rounded factors in float32, rounded again, are the same but for the order of sums.
     """
     return x.dtype if x.device.type != "cpu" or _INSTRUCTIONS.get(x.dtype, True) else torch.float32
 
 
-def direct(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
-    """x <- a x + (b x x^T + c (x x^T)^2) x for every (a, b, c), x (..., m, n) with m <= n."""
+def direct(x: Tensor, schedule: Sequence[Triple], lent: torch.dtype | None = None) -> Tensor:
+    """x <- a x + (b x x^T + c (x x^T)^2) x for every (a, b, c), x (..., m, n) with m <= n.
+
+    lent: products are of this type, and rounded to that of x.
+    """
     if x.ndim == 2:
-        return _iterated(x, schedule)
+        return _iterated(x, schedule, lent or x.dtype)
     stack = x.flatten(0, -3)
     count = _AT_A_TIME // max(1, stack.shape[-2:].numel()) if x.device.type == "cpu" else stack.shape[0]
-    parts = [_iterated(part, schedule) for part in stack.split(max(1, count))]
+    parts = [_iterated(part, schedule, lent or x.dtype) for part in stack.split(max(1, count))]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
 
 
-def _iterated(x: Tensor, schedule: Sequence[Triple]) -> Tensor:
+def _iterated(x: Tensor, schedule: Sequence[Triple], lent: torch.dtype) -> Tensor:
     # addmm rounds once, as the reference does; only a batch needs the three-dimensional form.
     if x.ndim == 3 and x.shape[0] == 1:
-        return _iterated(x[0], schedule)[None]
+        return _iterated(x[0], schedule, lent)[None]
     fused = torch.addmm if x.ndim == 2 else torch.baddbmm
-    rounded, x = x.dtype, x.to(_lent(x))
+    rounded, x = x.dtype, x.to(lent)
     for a, b, c in schedule:
         gram = _rounded(x @ x.mT, rounded)
         x = _rounded(fused(x, _rounded(fused(gram, gram, gram, beta=b, alpha=c), rounded), x, beta=a), rounded)
@@ -275,11 +278,11 @@ class Moving(NamedTuple):
         over = [x / a if a else math.nan for x in (c, b)]
         return a, b, c, *over, a * a, a * a, *(a**k for k in _lengths(steps))
 
-    def direct(self, x: Tensor) -> Tensor:
+    def direct(self, x: Tensor, lent: torch.dtype | None = None) -> Tensor:
         """`direct`; sums are float32, for a number of a device is rounded to the dtype of a tensor beside it."""
         high, rounded = torch.promote_types(x.dtype, torch.float32), x.dtype
         a, b, c = self.numbers[:3].to(high).unbind()
-        x = x.to(_lent(x))
+        x = x.to(lent or rounded)
         for _ in range(self.steps):
             gram = _rounded(x @ x.mT, rounded)
             q = (b * gram.to(high) + c * _rounded(gram @ gram, rounded).to(high)).to(rounded).to(x.dtype)
@@ -330,7 +333,8 @@ def iterate(
     "direct" is one product after the other, as they are written, and the result in `dtype` before it is scaled.
     "gram" takes the Gram form where that is cheaper and as accurate: for rectangles in float32 and float64, and for
     16-bit matrices on a GPU, where results are float16, for rectangles and whatever the kernel of
-    `axes.linalg.symmetric` takes. Everything else is direct.
+    `axes.linalg.symmetric` takes. Everything else is direct, 16 bits on a CPU that has no instructions for them by
+    products in float32 that are rounded.
     squares: of each stack (matrices, any number), sums of squares of parts of its matrices, where they are known.
     spend: the stacks may be overwritten.
     whole: by m, how many matrices products are chosen for, where others are multiplied elsewhere; by default the given
@@ -354,7 +358,9 @@ def iterate(
             if i not in chosen:
                 divisor = start.divisor(stacks[i])
                 begun = stacks[i].div_(divisor) if spend else stacks[i] / divisor
-                x = (direct(begun, schedule) if moving is None else moving.direct(begun)).to(dtype)  # type: ignore[arg-type]
+                lent = _lent(begun) if form == "gram" else None  # the direct form has torch's bits
+                x = direct(begun, schedule, lent) if moving is None else moving.direct(begun, lent)  # type: ignore[arg-type]
+                x = x.to(dtype)
                 out[i] = x if sizes[i] == 1.0 else x * sizes[i]
         if chosen:
             started = [_started(stacks[i], start, None if squares is None else squares[i]) for i in chosen]

@@ -62,8 +62,9 @@ class Muon(Optimizer):
     sqrt(max(1, rows / columns)), "spectral" sqrt(rows / columns), or None (1). The decay is not scaled.
     method "newton-schulz" repeats one polynomial, "polar-express" takes the best one for each step (Amsel et al. 2025):
     the same cost, and singular values closer to 1. form "gram" evaluates them in the cheapest way that is as accurate
-    (`axes.linalg.newton_schulz`): on Hopper GPUs by symmetric products in float16, elsewhere mostly as "direct"
-    does, which is torch.optim.Muon's order of operations.
+    (`axes.linalg.newton_schulz`): on Hopper GPUs by symmetric products in float16, on a CPU without instructions
+    for bfloat16 by products in float32 that are rounded to it, elsewhere mostly as "direct" does, which is
+    torch.optim.Muon's order of operations.
 
     Args:
         params: a model, named parameters, or groups that name their rule ("muon" or "adamw").

@@ -92,7 +92,7 @@ def muon_group(parameters: list[Tensor]) -> list[dict[str, Any]]:
 def test_muon(nesterov: bool, scale: Any, weight_decay: float) -> None:
     """Newton-Schulz runs in bfloat16 in both; in float64 its inputs round alike and nothing else differs."""
     options: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": nesterov, "weight_decay": weight_decay}
-    ours = walk(lambda ps: optim.Muon(muon_group(ps), scale=scale, foreach=False, **options), MATRICES)
+    ours = walk(lambda ps: optim.Muon(muon_group(ps), scale=scale, form="direct", foreach=False, **options), MATRICES)
     theirs = walk(lambda ps: torch.optim.Muon(ps, adjust_lr_fn=MUON_SCALES[scale], **options), MATRICES)
     assert gap(ours, theirs) < 1e-13
 
