@@ -19,6 +19,8 @@ from triton.runtime.interpreter import TensorHandle
 
 _IMPORT = re.compile(r"from axes\.kernels\.common\.gluon import (.*)\n")
 
+_NAMES = (("gl.constexpr", "tl.constexpr"), ("@gluon.constexpr_function\n", ""), ("@gluon.jit", "@triton.jit"))
+
 
 class _Tile:
     """Shared memory: what was stored in it last; of rows, and in the order, of a view."""
@@ -87,8 +89,8 @@ gl = _Language()
 barrier = copies_end = copies_wait = _nothing
 
 
-def copy(tile: _Tile, pointer: Any) -> None:
-    tile.store(tl.load(pointer))
+def copy(tile: _Tile, pointer: Any, mask: Any = None) -> None:
+    tile.store(tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0))
 
 
 def mma_v2(a: Any, b: Any, acc: Any) -> Any:
@@ -99,7 +101,9 @@ def plain(source: str) -> str:
     (names,) = _IMPORT.findall(source)
     kept = ", ".join(name for name in names.split(", ") if name != "gluon")
     made = _IMPORT.sub(lambda _: f"import triton\nfrom tests.gluon import {kept}\n", source)
-    return made.replace("gl.constexpr", "tl.constexpr").replace("@gluon.jit", "@triton.jit")
+    for of_gluon, of_triton in _NAMES:
+        made = made.replace(of_gluon, of_triton)
+    return made
 
 
 def stand_in(name: str) -> ModuleType:

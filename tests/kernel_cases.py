@@ -67,6 +67,7 @@ from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.parts import parts
 from axes.kernels.streams.sinkhorn import sinkhorn
+from axes.kernels.substitution import chain as substitution_module
 from axes.kernels.substitution import response as response_module
 from axes.kernels.substitution.chain import Reads, Response, register, substitution_chain
 from axes.optim import AdamW
@@ -186,17 +187,21 @@ def block(dtype: torch.dtype, d: int, plain: bool = False) -> Callable[[], None]
     return run
 
 
-def substitution(dtype: torch.dtype, d: int, gates: int, reads: Reads = "before") -> Callable[[], None]:
-    """Of the delta rule. gates: none, of the state, of its rows."""
+def substitution(
+    dtype: torch.dtype, d: int, gates: int, reads: Reads = "before", plain: bool = False, mixes: bool = False
+) -> Callable[[], None]:
+    """Of the delta rule. gates: none, of the state, of its rows; plain: serial passes in Gluon; mixes: as if rows met.
+    """
 
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
         text = inspect.getsource(response_module).split("\n\n\n", 1)[1]
-        name = register(Response(text, (True, False), False))
+        name = register(Response(text + "\n" * mixes, (True, False), mixes))
         if gates == 2:
             g = (-torch.rand(*v.shape)).requires_grad_()
-        out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
-        both(tuple(out))
+        with patch.object(substitution_module, "serial_on_hopper", lambda *_: plain):
+            out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
+            both(tuple(out))
 
     return run
 
@@ -557,6 +562,8 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper block 64": block(HALF, 64, plain=True),
     "block 128": block(HALF, 128),
     "substitution 128": substitution(HALF, 128, 0, "gated"),
+    "hopper substitution 128": substitution(HALF, 128, 1, plain=True),
+    "hopper substitution of rows that meet 128": substitution(HALF, 128, 1, plain=True, mixes=True),
     "substitution by rows 128": substitution(HALF, 128, 2),
     "rows 128 x 64": rows(128, 64),
     "levels 128": levels(128),

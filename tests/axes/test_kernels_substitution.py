@@ -46,7 +46,7 @@ from axes.routes import substitution_kernel
 from axes.testing import checks
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
-ROWS = Diagonal("row_decay", side="row")
+ROWS, GATED = Diagonal("row_decay", side="row"), Scalar("decay")
 
 def example(update, length, d_k, d_v, gates=1.0):
     torch.manual_seed(0)
@@ -78,8 +78,9 @@ def check(update, length, d_k=5, d_v=3, gates=1.0):
     compare(kernel, exact)
 """
 PACKED = r"""
-def packed_one_by_one(update, cuts):
-    signal, start = example(update, cuts[-1], 5, 3), torch.randn(3, 1, 3, 5)
+def packed_one_by_one(update, cuts, d=0):
+    d_k, d_v = d or 5, d or 3
+    signal, start = example(update, cuts[-1], d_k, d_v), torch.randn(3, 1, d_v, d_k)
 
     def packed(s, w):
         state = update.init({n: x[:, 0].expand(3, *x.shape[2:]) for n, x in s.items()}, (w,))
@@ -115,7 +116,11 @@ CASES = {
     "anchored, rows, gates that close": (
         "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16))), 36, gates=8.0)"
     ),
-    "anchored, rows": "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16))), 34)",
+    "anchored, rows": "check(StateUpdate(Huber(0.5), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16))), 58, 5, 40)",
+    "anchored, a gate": (
+        "check(StateUpdate(Huber(0.5), monoid=GATED, algorithm=Step(ROW_BETA, at=Anchor(16))), 50)"
+    ),
+    "a gate first": 'check(StateUpdate(Huber(0.5), monoid=GATED, algorithm=Step(ROW_BETA, at="gated")), 36)',
     "anchored, a norm": (
         "check(StateUpdate(SquaredError(), algorithm=Step(BETA, at=Anchor(16)), memory=LayerNormMatrix()), 17, 4, 4)"
     ),
@@ -138,6 +143,59 @@ packed_one_by_one(update, [0, 3, 3, 22])
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_the_recurrence(case: str) -> None:
     interpret(PROGRAM + CASES[case])
+
+
+AT_ONCE = r"""
+from axes.kernels.substitution import chain, chunks
+
+chain._SIXTEEN = (torch.float32,)
+chain.AT_ONCE = {(gate, reads) for gate in range(3) for reads in range(3)}
+chain.AT_ONCE_PART = 32
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_a_chunk_at_once_equal_the_recurrence(case: str) -> None:
+    """Those of 16 bits, which the interpreter takes float32 for."""
+    interpret(PROGRAM + AT_ONCE + CASES[case])
+
+
+HOPPER = r"""
+import inspect
+from unittest.mock import patch
+from axes.kernels.common import versions
+from axes.kernels.substitution import chain, hopper
+from tests.gluon import plain
+
+chain._SIXTEEN, versions.hopper_refusal = (torch.float32,), lambda device: None
+launched, source, made = [], inspect.getsource, chain.made
+
+def in_gluon(of, text, name):
+    with patch.object(inspect, "getsource", lambda x: plain(source(x)) if x is hopper else source(x)):
+        launched.extend([name] * (of is hopper))
+        return made(of, text, name)
+
+chain.made = in_gluon
+"""
+WIDE = {
+    "rates by rows, implicit": 'check(StateUpdate(SquaredError(), algorithm=Step(ROW_BETA, at="new")), 34, 64, 64)',
+    "a gate first, rows meet": (
+        'check(StateUpdate(Huber(0.5, "norm"), monoid=GATED, algorithm=Step(ROW_BETA, at="gated")), 20, 64, 64)'
+    ),
+    "a gate, of more keys than rows": (
+        "check(StateUpdate(Huber(0.5), monoid=GATED, algorithm=Step(BETA)), 66, 128, 64)"
+    ),
+    "a filter along the key": (
+        'check(StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), GATED, Step(BETA)), 18, 64, 64)'
+    ),
+    "packed": "packed_one_by_one(StateUpdate(Huber(0.5), monoid=GATED, algorithm=Step(BETA)), [0, 17, 17, 36], 64)",
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_serial_passes_in_gluon_equal_the_recurrence(case: str) -> None:
+    """Those of 16 bits, which the interpreter takes float32 for."""
+    interpret(f"{PROGRAM}{PACKED}{HOPPER}{WIDE[case]}\nassert launched")
 
 
 # ---- what is picked --------------------------------------------------------------------------------------------------

@@ -155,6 +155,14 @@ def test_in_bfloat16(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("name", ("longhorn", "yaad", "yaad prev", "frank-wolfe"))
+def test_at_128(name: str) -> None:
+    update = SYSTEMS[name]
+    wrong = check(update, 200, 128, 128, HALF, "T=200", again=True)
+    wrong += check(update, 150, 128, 128, HALF, "closing gates", gates=30.0)
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("name", ("longhorn", "yaad prev", "frank-wolfe", "ttt"))
 def test_in_float32(name: str) -> None:
     wrong = check(SYSTEMS[name], 200, 64, 64, FULL, "T=200", again=True)

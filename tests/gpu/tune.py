@@ -70,12 +70,12 @@ def cases() -> list[Case]:
         if walk.rows < 64:
             changes += [{"rows": walk.rows * 2}]
         found.append([Case(rule, 64, "token", change) for change in changes])
-    spread: list[dict[str, Any]] = [{"COLUMNS": 64, "GRADIENTS_WARPS": 4}, {"CLOSINGS_WARPS": 4}]
-    spread += [{"MEETINGS_WARPS": 4}, {"PART": 128}]
+    spread: list[dict[str, Any]] = [{"AT_ONCE": ()}, {"AT_ONCE": tuple((g, r) for g in range(3) for r in range(3))}]
+    spread += [{"AT_ONCE_WARPS": 16}, {"SERIAL_PART": 128}]
     rules = (("longhorn", 128), ("yaad", 128), ("yaad prev", 128), ("frank-wolfe delta", 128), ("ttt-linear", 64))
     for rule, width in rules:
         rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet
-        changes = [{}, *(c for c in spread if rows or "PART" not in c)]
+        changes = [{}, *(c for c in spread if rows or "SERIAL_PART" not in c)]
         found.append([Case(rule, width, "substitution", change) for change in changes])
     tiles: list[dict[str, Any]] = [{"WARPS": 16}, {"WARPS_AGAIN": 16}, {"WARPS_BACK": 16}, {"WARPS_READS": 4}]
     tiles += [{"WARPS_READS": 16}, {"SEGMENT": 8}, {"SEGMENT": 32}]

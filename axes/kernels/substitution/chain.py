@@ -12,6 +12,7 @@ import linecache
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from axes.errors import ShapeError
 from axes.kernels import contain
+from axes.kernels.common import versions
 from axes.kernels.common.layout import (
     Layout,
     check_like,
@@ -32,7 +34,7 @@ from axes.kernels.common.layout import (
 )
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.substitution import passes
+from axes.kernels.substitution import chunks, passes
 from axes.kernels.substitution.response import ask
 
 Reads = Literal["before", "gated", "anchored"]
@@ -40,6 +42,11 @@ READS: dict[str, int] = {"before": 0, "gated": 1, "anchored": 2}
 SLOTS, BLOCK, WIDEST = 8, 16, 128
 SLOPES_WARPS, MEETINGS_WARPS, CLOSINGS_WARPS, GRADIENTS_WARPS = 4, 8, 8, 8  # of those that go through chunks
 COLUMNS = 128  # of the gradients of keys and queries, of a program
+# Gradients of a chunk in one pass: of which gates (none, of the state, of rows) and reads, rows of the state at a time.
+# Others are right in the interpreter, and so far as they ran on a GPU, where none is timed yet.
+AT_ONCE: tuple[tuple[int, int], ...] = ((0, 0), (0, 1), (1, 0), (1, 1))
+AT_ONCE_PART, AT_ONCE_WARPS = 64, 8
+SERIAL_PART = 64  # rows of a serial program on Hopper, where rows do not meet
 PART = 64  # rows of the state of a serial program, where rows do not meet
 AGAIN = 32  # of one that makes tokens again behind what is not finite
 
@@ -85,6 +92,34 @@ def known_response(name: str) -> tuple[Response, ModuleType]:
     return _RESPONSES[name]
 
 
+# ---- serial passes on Hopper ----------------------------------------------------------------------------------------
+
+_SIXTEEN = (torch.bfloat16, torch.float16)
+_SERIAL_WIDTHS = (64, 128)
+_NO_GLUON = ("functions.", "tl.max(")
+# Gluon adds no dimension by itself: sums over a token's entries in the text of a response.
+_SUMS = re.compile(r"(tl\.sum\(tl\.where\(inside, \w+, 0\.0\), 0\))")
+
+
+@cache
+def _serial(name: str) -> ModuleType:
+    from axes.kernels.substitution import hopper
+
+    return made(hopper, _SUMS.sub(r"\1[None, :]", known_response(name)[0].text), name)
+
+
+def serial_on_hopper(
+    k: Tensor, g: Tensor | None, given: Sequence[Tensor | None], width: int, name: str, reads: int
+) -> bool:
+    """Whether the serial passes of `hopper` take a call: one token reads another, no gate is by rows, sizes of their
+    tiles, rows that copies may begin at, a response that is Gluon too, and a GPU."""
+    sizes = k.shape[-1] in _SERIAL_WIDTHS and width in _SERIAL_WIDTHS and k.dtype in _SIXTEEN
+    text = known_response(name)[0].text
+    terms = reads != 2 and _gate(g) < 2 and not any(word in text for word in _NO_GLUON)
+    whole = all(x is None or x.data_ptr() % 16 == 0 for x in given)
+    return sizes and terms and whole and versions.hopper_refusal(k.device) is None
+
+
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +156,20 @@ class _Sizes(NamedTuple):
 
     def where(self) -> dict[str, Any]:
         return dict(T=self.cut.length, N=self.cut.chunks, H=self.shape[2], C=self.cut.chunk, PACKED=self.cut.packed)
+
+    @property
+    def serial_part(self) -> int:
+        return self.shape[4] if self.response.mixes else min(self.shape[4], SERIAL_PART)
+
+    @property
+    def serial_parts(self) -> int:
+        return self.shape[4] // self.serial_part
+
+    def serial(self, g: Tensor | None) -> dict[str, Any]:
+        warps, kinds = self.serial_part // 16, "".join("r" if row else "n" for row in self.response.rows)
+        sizes = dict(K=self.shape[3], V=self.shape[4], BV=self.serial_part, W=warps, num_warps=warps)
+        terms = dict(GATED=g is not None, KINDS=kinds, MIXES=self.response.mixes)
+        return {**self.where(), **sizes, **terms}
 
     def constants(self, k: Tensor) -> dict[str, Any]:
         d_k = self.shape[3]
@@ -178,11 +227,17 @@ def _forward(
             READS=reads,
             num_warps=1,
         )
-        s.kernels.forward[(cut.units * h * s.parts,)](
-            q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,
-            cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
-            RECORD=record or last, num_warps=s.warps,
-        )  # fmt: skip
+        if serial_on_hopper(k, g, (q, k, i0, i1, i2, i3, i4, i5, i6, i7), width, name, reads):
+            _serial(name).forward[(cut.units * h * s.serial_parts,)](
+                q, k, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, cut.offsets,
+                **s.serial(g), STARTED=start is not None, RECORD=record or last,
+            )  # fmt: skip
+        else:
+            s.kernels.forward[(cut.units * h * s.parts,)](
+                q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,
+                cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
+                RECORD=record or last, num_warps=s.warps,
+            )  # fmt: skip
         if contain.PICKED:
             part = _padded(width) if s.response.mixes else AGAIN
             s.kernels.again[(cut.units * h * cdiv(width, part),)](
@@ -217,32 +272,51 @@ def _backward(
     written, turns = (k.new_empty(b, t, h, width) for _ in range(2))
     more, programs = s.constants(k), cut.slots * h
     with on_device(k):
-        s.kernels.reverse[(cut.units * h * s.parts,)](
-            q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
-            cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
-            num_warps=s.warps,
-        )  # fmt: skip
+        if serial_on_hopper(k, g, (q, k, do, *given), width, name, reads):
+            _serial(name).reverse[(cut.units * h * s.serial_parts,)](
+                q, k, *given, products, seen, do, dfinal, dlast, asked, dstates, dstart, cut.offsets,
+                **s.serial(g), LAST=last,
+            )  # fmt: skip
+        else:
+            s.kernels.reverse[(cut.units * h * s.parts,)](
+                q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
+                cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
+                num_warps=s.warps,
+            )  # fmt: skip
         s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
             *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
             **s.where(), V=width, BV=_padded(width), LAST=last, num_warps=SLOPES_WARPS,
             num_stages=1,
         )  # fmt: skip
-        exact = k.dtype == torch.float32
+        exact, do, left = k.dtype == torch.float32, do.to(k.dtype), None
+        rooms, packing = (q, k, g, do, written, turns), (cut.offsets, cut.units_of_slots)
+        if k.dtype in _SIXTEEN and (_gate(g), reads) in AT_ONCE:
+            once = dict(**more, V=width, BV=AT_ONCE_PART, READS=reads, num_warps=AT_ONCE_WARPS)
+            if g is None or g.ndim == 3:
+                chunks.behind[(programs,)](
+                    *rooms, states, dstates, before, dbefore, dk2, dq, dk, dg, *packing, **once, GATED=g is not None
+                )
+                return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
+            left = torch.empty(programs, dtype=torch.int8, device=k.device)
+            for sides in (True, False):  # both in one launch are too many registers
+                chunks.behind_rows[(programs,)](
+                    *rooms, seen, asked, states, dstates, final, dk2, dq, dk, dg, left, *packing, **once, SIDES=sides,
+                    SUMS="ieee" if exact else "halves",
+                )  # fmt: skip
         met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
         more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")
-        do = do.to(k.dtype)
         s.kernels.meetings[(programs,)](
-            g, do, written, turns, met, cut.offsets, cut.units_of_slots, **more, num_warps=MEETINGS_WARPS
+            left, g, do, written, turns, met, cut.offsets, cut.units_of_slots, **more, num_warps=MEETINGS_WARPS
         )
         if g is not None:
             s.kernels.closings[(programs,)](
-                q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg, cut.offsets,
-                cut.units_of_slots, **more, num_warps=CLOSINGS_WARPS,
+                left, q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
+                cut.offsets, cut.units_of_slots, **more, num_warps=CLOSINGS_WARPS,
             )  # fmt: skip
         columns = min(COLUMNS, more["BK"])
         s.kernels.gradients[(programs * (more["BK"] // columns),)](
-            q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
-            **more, BD=columns, num_warps=GRADIENTS_WARPS,
+            left, q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets,
+            cut.units_of_slots, **more, BD=columns, num_warps=GRADIENTS_WARPS,
         )  # fmt: skip
     return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
 

@@ -664,10 +664,20 @@ def _rows_of_gates(
     return floored(log)
 
 
+@triton.jit
+def _is_left(left, chunk):
+    """Whether the gradients of a chunk are still to be made (`chunks.behind_rows`)."""
+    if left is None:
+        there = True
+    else:
+        there = tl.load(left + chunk) != 0
+    return there
+
+
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def meetings(
-    g, do, written, turns, out, offsets, units, T, N, H,
+    left, g, do, written, turns, out, offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -677,7 +687,7 @@ def meetings(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if rows > 0:
+    if (rows > 0) & _is_left(left, pid):
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
         if READS == 2:
@@ -757,7 +767,7 @@ def _sight(line, run, C: tl.constexpr, READS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def closings(
-    q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
+    left, q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
     offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
@@ -768,7 +778,7 @@ def closings(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if rows > 0:
+    if (rows > 0) & _is_left(left, pid):
         d = tl.arange(0, BK)
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
@@ -842,7 +852,7 @@ def closings(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
-    q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
+    left, q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -854,7 +864,7 @@ def gradients(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if rows > 0:
+    if (rows > 0) & _is_left(left, pid):
         d = part * BD + tl.arange(0, BD)
         i = tl.arange(0, C)
         kind = written.dtype.element_ty

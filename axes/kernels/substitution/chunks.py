@@ -1,0 +1,228 @@
+"""Gradients of substitution from u and w, one program a chunk: `behind` where gates are of the whole state or none,
+`behind_rows` where they are by rows and mild.
+
+By `passes`, in a chunk with first state X and derivative D in its last one,
+    dq = C K + e^G do X,   dk = (C^T Q + W^T K + e^{G_last - G} u D) + (W K + e^R w X)
+and numbers of a token stand on rows of products, so that C, W and what states give are products of tiles as they lie.
+What a gate is asked for is in these already: q_t . dq_t is do_t . o_t, and k_t . dk_t the sum of what u_t is asked for,
+times u_t (the first bracket), and of w_t x_t (the second). So no output is made again. A token's own pair, which stands
+in do_t . o_t and in what u_t is asked for, is added behind.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated, index, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from axes.kernels.common.launch import Kernel
+from axes.kernels.common.tiles import decay, floored, load_line, load_tile, slot_rows, store_tile
+from axes.kernels.substitution.passes import _in_blocks, _is_mild, _load_state, _sight, _sums, _unit_end
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def behind(
+    q, k, g, do, written, turns, states, dstates, before, dbefore, dk2, dq, dk, dg, offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and derivatives in gates of a chunk."""
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if rows > 0:
+        d = tl.arange(0, BK)
+        i = tl.arange(0, C)
+        late, soon = i[:, None], i[None, :]
+        kind = written.dtype.element_ty
+        grad_q = tl.zeros([C, BK], dtype=tl.float32)
+        by_reads = tl.zeros([C, BK], dtype=tl.float32)
+        by_writes = tl.zeros([C, BK], dtype=tl.float32)
+        outs = tl.zeros([C, C], dtype=tl.float32)
+        reads = tl.zeros([C, C], dtype=tl.float32)
+        kept = tl.zeros([BK], dtype=tl.float32)
+        if READS == 2:
+            stop = _unit_end(offsets, unit, T, PACKED)
+            block = (rows - 1) // 16 * 16  # whose first state is shown, where the unit ends here
+            by_before = tl.zeros([C, BK], dtype=tl.float32)
+            shown_before = tl.zeros([BK], dtype=tl.float32)
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            shown = load_tile(do, first, rows, v, head, H, V, C)
+            u = load_tile(written, first, rows, v, head, H, V, C)
+            w = load_tile(turns, first, rows, v, head, H, V, C)
+            state = _load_state(states, slot * H + head, v, d, V, K)
+            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
+            outs = tl.dot(shown, tl.trans(u), outs, input_precision=PRECISION)
+            reads = tl.dot(w, tl.trans(u), reads, input_precision=PRECISION)
+            grad_q = tl.dot(shown, state, grad_q, input_precision=PRECISION)
+            by_reads = tl.dot(w, state, by_reads, input_precision=PRECISION)
+            by_writes = tl.dot(u, dstate, by_writes, input_precision=PRECISION)
+            if GATED:
+                kept += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+            if READS == 2:  # noqa: SIM102 (a constant around a test)
+                if end == stop:
+                    asks = _load_state(dbefore, unit * H + head, v, d, V, K)
+                    early = tl.where((i < block)[:, None], u, tl.zeros_like(u))
+                    by_before = tl.dot(early, asks.to(kind), by_before, input_precision=PRECISION)
+                    if GATED:
+                        shown_before += tl.sum(asks * _load_state(before, unit * H + head, v, d, V, K), 0)
+        keys = load_tile(k, first, rows, d, head, H, K, C)
+        queries = load_tile(q, first, rows, d, head, H, K, C)
+        own = tl.sum(tl.where(late == soon, outs, 0.0), 1)[:, None]
+        if READS == 2:
+            apart = late // 16 > soon // 16
+        else:
+            apart = late > soon
+        if GATED:
+            line = floored(load_line(g, first, rows, head, H, C))
+            run = tl.cumsum(line, 0)
+            sight = _sight(line, run, C, READS)
+            rest = tl.sum(tl.where(soon > late, line[None, :], 0.0), 1)
+            grad_q = grad_q * tl.exp(run)[:, None]
+            by_reads = by_reads * tl.exp(sight)[:, None]
+            by_writes = by_writes * tl.exp(rest)[:, None]
+            whole = tl.sum(kept, 0) * tl.exp(tl.sum(line, 0))
+            whole += tl.sum(tl.sum(by_writes * keys.to(tl.float32), 1), 0)
+            outs = outs * decay(run[:, None], run[None, :], late > soon)
+            reads = reads * decay(sight[:, None], run[None, :], apart)
+            if READS == 2:
+                inner = tl.sum(tl.where((soon > late) & (soon < block), line[None, :], 0.0), 1)
+                by_before = by_before * tl.exp(inner)[:, None]
+        else:
+            outs = tl.where(late > soon, outs, 0.0)
+            reads = tl.where(apart, reads, 0.0)
+        if READS == 2:
+            by_writes += by_before
+        by_out = outs.to(kind)
+        by_read = reads.to(kind)
+        grad_q = tl.dot(by_out, keys, grad_q, input_precision=PRECISION)
+        by_reads = tl.dot(by_read, keys, by_reads, input_precision=PRECISION)
+        by_writes = tl.dot(tl.trans(by_out), queries, by_writes, input_precision=PRECISION)
+        by_writes = tl.dot(tl.trans(by_read), keys, by_writes, input_precision=PRECISION)
+        near = keys.to(tl.float32)
+        asked = queries.to(tl.float32)
+        if GATED:
+            through = tl.sum(by_reads * near, 1)
+            change = tl.sum(grad_q * asked, 1) - tl.sum(by_writes * near, 1)
+            if READS == 1:
+                change += through
+            total = tl.sum(tl.where(soon >= late, change[None, :], 0.0), 1) + whole
+            if READS == 0:
+                total += tl.sum(tl.where(soon > late, through[None, :], 0.0), 1)
+            if READS == 2:
+                total += tl.sum(tl.where(soon // 16 > late // 16, through[None, :], 0.0), 1)
+                total += tl.where(i < block, tl.sum(shown_before, 0), 0.0)
+            tl.store(dg + (first + i) * H + head, total, mask=i < rows)
+        length = tl.load(dk2 + (first + i) * H + head, mask=i < rows, other=0.0)[:, None]
+        store_tile(dq, grad_q + own * near, first, rows, d, head, H, K, C)
+        store_tile(dk, by_writes + by_reads + own * asked + 2.0 * length * near, first, rows, d, head, H, K, C)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def behind_rows(
+    q, k, g, do, written, turns, seen, asked, states, dstates, final, dk2, dq, dk, dg, left, offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    READS: tl.constexpr, SIDES: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """The same where gates are by rows, as `passes` has it where they are mild. left: whether a chunk's are not, or it
+    is where an anchor is shown: what is written then is nothing, and the kernels of `passes` are to write it.
+    Derivatives in queries and keys (SIDES), or in gates."""
+    pid = tl.program_id(0).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if rows > 0:
+        stop = _unit_end(offsets, unit, T, PACKED)
+        d = tl.arange(0, BK)
+        i = tl.arange(0, C)
+        late, soon = i[:, None], i[None, :]
+        kind = written.dtype.element_ty
+        if not SIDES:
+            queries = load_tile(q, first, rows, d, head, H, K, C)
+            keys = load_tile(k, first, rows, d, head, H, K, C)
+            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+            near_own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
+            inner = tl.where(late > soon, scores, 0.0).to(kind)
+        own = tl.zeros([C], dtype=tl.float32)
+        grad_q = tl.zeros([C, BK], dtype=tl.float32)
+        grad_k = tl.zeros([C, BK], dtype=tl.float32)
+        outs = tl.zeros([C, C], dtype=tl.float32)
+        reads = tl.zeros([C, C], dtype=tl.float32)
+        mild = rows > 0
+        if READS == 2:
+            mild = end < stop
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            log = floored(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32))
+            run = _sums(late >= soon, log, SUMS)
+            whole = tl.sum(log, 0)
+            mild = mild & _is_mild(tl.min(whole, 0), kind)
+            scale = tl.exp(run)
+            show = load_tile(do, first, rows, v, head, H, V, C).to(tl.float32)
+            u = load_tile(written, first, rows, v, head, H, V, C).to(tl.float32)
+            w = load_tile(turns, first, rows, v, head, H, V, C).to(tl.float32)
+            near = (u * tl.exp(-run)).to(kind)
+            state = _load_state(states, slot * H + head, v, d, V, K)
+            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
+            if SIDES:
+                high = (show * scale).to(kind)
+                if READS == 0:
+                    sight = run - log
+                elif READS == 1:
+                    sight = run
+                else:
+                    sight = _sums(soon < late // 16 * 16, log, SUMS)
+                back = (w * tl.exp(tl.minimum(sight, 0.0))).to(kind)
+                rest = (u * tl.exp(tl.minimum(whole[None, :] - run, 0.0))).to(kind)
+                own += tl.sum(show * u, 1)
+                outs = tl.dot(high, tl.trans(near), outs, input_precision=PRECISION)
+                reads = tl.dot(back, tl.trans(near), reads, input_precision=PRECISION)
+                grad_q = tl.dot(high, state, grad_q, input_precision=PRECISION)
+                grad_k = tl.dot(back, state, grad_k, input_precision=PRECISION)
+                grad_k = tl.dot(rest, dstate, grad_k, input_precision=PRECISION)
+            else:
+                # what queries read, less the token's own pair
+                x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
+                x = scale * tl.dot(inner, near, x, input_precision=PRECISION)
+                y = load_tile(asked, first, rows, v, head, H, V, C) - near_own * show
+                through = w * load_tile(seen, first, rows, v, head, H, V, C)
+                change = show * x - u * y
+                if READS == 0:
+                    total = tl.cumsum(change + through, 0, reverse=True) - through
+                elif READS == 1:
+                    total = tl.cumsum(change + through, 0, reverse=True)
+                else:
+                    total = tl.cumsum(change + through, 0, reverse=True) - _in_blocks(through, C, BV, True)
+                if end < stop:
+                    last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
+                else:
+                    last = _load_state(final, unit * H + head, v, d, V, K)
+                total += tl.sum(last * dstate.to(tl.float32), 1)[None, :]
+                store_tile(dg, total, first, rows, v, head, H, V, C)
+        tl.store(left + pid, tl.where(mild, 0, 1))
+        if SIDES & mild:
+            queries = load_tile(q, first, rows, d, head, H, K, C)
+            keys = load_tile(k, first, rows, d, head, H, K, C)
+            if READS == 2:
+                apart = late // 16 > soon // 16
+            else:
+                apart = late > soon
+            by_out = tl.where(late > soon, outs, tl.where(late == soon, own[:, None], 0.0)).to(kind)
+            by_read = tl.where(apart, reads, 0.0).to(kind)
+            grad_q = tl.dot(by_out, keys, grad_q, input_precision=PRECISION)
+            grad_k = tl.dot(tl.trans(by_out), queries, grad_k, input_precision=PRECISION)
+            grad_k = tl.dot(by_read, keys, grad_k, input_precision=PRECISION)
+            grad_k = tl.dot(tl.trans(by_read), keys, grad_k, input_precision=PRECISION)
+            length = tl.load(dk2 + (first + i) * H + head, mask=i < rows, other=0.0)
+            grad_k += 2.0 * length[:, None] * keys.to(tl.float32)
+            store_tile(dq, grad_q, first, rows, d, head, H, K, C)
+            store_tile(dk, grad_k, first, rows, d, head, H, K, C)
+
+
+__all__ = ["behind", "behind_rows"]
