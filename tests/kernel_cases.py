@@ -517,10 +517,19 @@ def adamw(dtype: torch.dtype, **options: Any) -> Callable[[], None]:
     return run
 
 
-def token_by_token(update: StateUpdate) -> Callable[[], None]:
-    """Kernels generated from a step."""
+def token_by_token(update: StateUpdate, hopper: bool = False) -> Callable[[], None]:
+    """Kernels generated from a step. hopper: those whose tiles lie over threads as they are told."""
+    from axes.programs import tile_kernels
+
+    def on(walk: tile_kernels.Walk, *_: object) -> tuple[tile_kernels.Walk, tile_kernels.Walk]:
+        assert walk.hopper is not None
+        return walk.hopper if hopper else (walk, walk)
 
     def run() -> None:
+        with patch.object(tile_kernels, "_on", on):
+            walked()
+
+    def walked() -> None:
         q, k, v, beta, _ = tokens(HALF, 64, 64, length=100)
         rates = {rate.name: beta for rate in update.demands()}
         out, _ = token.run(update, {"q": q, "k": k, "v": v, **rates}, None, None)
@@ -608,6 +617,8 @@ CASES: dict[str, Callable[[], None]] = {
     "contain substitution of rows that meet": contained_substitution(True),
     "token lattice-dec": token_by_token(LatticeDec.update),
     "token adam-net": token_by_token(AdamNet.update),
+    "token lattice-dec, told": token_by_token(LatticeDec.update, hopper=True),
+    "token adam-net, told": token_by_token(AdamNet.update, hopper=True),
     "outer": sums,
     "block halves 128": halves(HALF, 128),
     "block halves 128 float32": halves(FULL, 128),

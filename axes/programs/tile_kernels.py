@@ -45,7 +45,23 @@ def _launch(
     from axes.kernels.common import layout
 
     with layout.on_device(like):
-        _kernel(source_of(walk), name)[grid](*given, **constants, num_warps=walk.warps)
+        _kernel(source_of(walk, _gluon(walk)), name)[grid](*given, **constants, num_warps=walk.warps)
+
+
+def _gluon(walk: Walk) -> bool:
+    """Whether kernels are in Gluon's language, which Triton's interpreter has not."""
+    from triton import knobs
+
+    return walk.threads is not None and not knobs.runtime.interpret
+
+
+def _on(walk: Walk, language: Language, device: torch.device) -> tuple[Walk, Walk]:
+    """What a device walks forward and back."""
+    from axes.kernels.common import versions
+
+    if language == "c" or walk.hopper is None or versions.hopper_refusal(device) is not None:
+        return walk, walk
+    return walk.hopper
 
 
 def tokens(
@@ -66,7 +82,8 @@ def tokens(
     """
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *states))
     if not record:
-        out, last, _ = _forward(language, walk, inputs, states, phase, offsets, False)
+        forward, _ = _on(walk, language, inputs[0].device)
+        out, last, _ = _forward(language, forward, inputs, states, phase, offsets, False)
         return out, last
     function = _Tokens if again is None else _TokensTwice
     out, *last = function.apply(language, again, walk, phase, offsets, *inputs, *states)
@@ -79,8 +96,9 @@ class _Tokens(torch.autograd.Function):
         ctx: Any, language: Language, again: Any, walk: Walk, phase: int, offsets: Tensor | None, *tensors: Tensor
     ) -> Any:
         inputs, states = tensors[: len(walk.inputs)], tensors[len(walk.inputs) :]
+        walk, back = _on(walk, language, inputs[0].device)
         out, last, saved = _forward(language, walk, inputs, states, phase, offsets, True)
-        ctx.language, ctx.walk, ctx.phase, ctx.wide = language, walk, phase, states[0].dtype
+        ctx.language, ctx.walk, ctx.phase, ctx.wide = language, back, phase, states[0].dtype
         ctx.again = again
         starts = [] if again is None else states
         ctx.save_for_backward(*inputs, *saved, *([] if offsets is None else [offsets]), *starts)
@@ -182,9 +200,10 @@ def _backward(
     heads = like.shape[2]
     total = like.shape[0] * like.shape[1] * heads
     programs = units * heads * walk.parts
+    gluon = language != "c" and _gluon(walk)
     rooms = [
-        like.new_empty(programs * walk.chunk * (walk.rows if e[0] else 1) * (walk.keys if e[1] else 1), dtype=wide)
-        for e in walk.read.values()
+        like.new_empty(programs * (walk.chunk * walk.size(e) if language == "c" else walk.room(n, gluon)), dtype=wide)
+        for n, e in walk.read.items()
     ]
     alone = [walk.alone(e) for e in (*walk.inputs.values(), *walk.moving.values())]
     made = [
@@ -207,9 +226,9 @@ def _backward(
 
 
 @cache
-def source_of(walk: Walk) -> str:
+def source_of(walk: Walk, gluon: bool) -> str:
     """The text of a walk's kernels, written once."""
-    return source(walk)
+    return source(walk, gluon)
 
 
 __all__ = ["GRAD", "OUT", "Walk", "source_of", "tokens"]

@@ -9,10 +9,10 @@ and walks back over them. No atomics; what programs of one head add up lies side
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 from axes.programs.code import FUNCTIONS, ON_TILES, constant
 from axes.programs.tiles import GRAD, Axis, Extent, Program, Value
@@ -28,6 +28,27 @@ _HEADER = (
     "",
     "",
 )
+_GLUON_DECORATOR = "@gluon.jit(do_not_specialize=['length', 'total', 'heads', 'phase'])"
+_GLUON_HEADER = (
+    "from axes.kernels.common.gluon import barrier, gl as tl, gluon",
+    "from axes.kernels.token import gluon_functions as functions",
+    "",
+    "",
+)
+
+# what a processor has a unit for, of vectors and tiles
+_BY_UNIT = {n: f"functions.{n}({{0}})" for n in ("reciprocal", "rsqrt", "exp")}
+
+# vectors of four numbers, turned from every other row to the next, so that lanes whose rows are apart meet in no bank
+_TURNED = "tl.SwizzledSharedLayout(4, 2, 8, [1, 0])"
+
+
+class Threads(NamedTuple):
+    """How a tile of rows and keys lies over the threads of a program: lanes of a warp and warps along each; of what is
+    left a thread has neighbours."""
+
+    lanes: tuple[int, int]
+    warps: tuple[int, int]
 
 
 @final
@@ -39,7 +60,10 @@ class Walk:
     inputs: of a token, by name; states: what is carried; steady: of these, what no gradient is asked of. widths: of
     rows and keys; rows, keys: of a program, powers of two; chunk: tokens between kept states. ahead: 1 if a token's
     vectors are loaded a token ahead, 2 if its states are too. across: the axis that lies across warps, where sums are
-    dearer; grouped: sums that can be made together are.
+    dearer; grouped: sums that can be made together are. threads: how a tile lies over them, where the compiler is told
+    (Gluon). inner: tokens of a chunk whose states are there at once on the way back, in shared memory where threads
+    are given; 0 for all of a chunk. early: tokens ahead of which vectors are loaded. hopper: what these GPUs walk
+    instead, forward and back.
     """
 
     step: Program
@@ -56,6 +80,34 @@ class Walk:
     ahead: int = 1
     across: Axis = "v"
     grouped: bool = True
+    threads: Threads | None = None
+    inner: int = 0
+    early: int = 1
+    hopper: tuple[Walk, Walk] | None = None
+
+    @property
+    def span(self) -> int:
+        """Tokens whose states are there at once on the way back."""
+        return self.inner or self.chunk
+
+    @property
+    def marks(self) -> int:
+        """Spans of a chunk whose first states are kept: none where it is one."""
+        return -(-self.chunk // self.inner) if self.inner and self.inner < self.chunk else 0
+
+    def room(self, name: str, gluon: bool) -> int:
+        """Entries of a program's own room in memory: marks, and what is not in shared memory of a span's states."""
+        extent = self.read[name]
+        entries = (self.rows if extent[0] else 1) * (self.keys if extent[1] else 1)
+        return entries * (self.marks + (0 if self.near(name, gluon) else self.places(name)))
+
+    def near(self, name: str, gluon: bool) -> bool:
+        """Whether a span's states are in shared memory."""
+        return gluon and self.inner > 0 and self.states[name] == (True, True)
+
+    def places(self, name: str) -> int:
+        """Places of a state in a span's room: one a token, or one for each time that a held one may be another."""
+        return self.span if name in self.changing else (self.span - 1) // self.every + 2 if self.every else 1
 
     @property
     def parts(self) -> int:
@@ -111,9 +163,12 @@ class Walk:
 class _Text:
     """Lines of a kernel."""
 
-    def __init__(self, walk: Walk) -> None:
-        self.walk, self.depth = walk, 1
+    def __init__(self, walk: Walk, gluon: bool = False) -> None:
+        self.walk, self.depth, self.gluon = walk, 1, gluon
         self.lines: list[str] = []
+        # where threads are told, vectors are of one dimension: as parts of a tile they would be there once for each of
+        # the entries that a thread has along the other axis
+        self.flat = walk.threads is not None
         self.masked = walk.widths[0] % walk.rows != 0, walk.widths[1] != walk.keys
 
     def __call__(self, *lines: str) -> None:
@@ -123,25 +178,36 @@ class _Text:
         """The dimension of a tile that is along an axis."""
         return 0 if axis == self.walk.across else 1
 
+    def shown(self, value: str, old: Extent, new: Extent) -> str:
+        """A value beside those of another extent."""
+        if not self.flat or new != (True, True) or old[0] == old[1]:
+            return value
+        return f"{value}{_LINES[self.dim('v' if old[0] else 'k')]}"
+
     # ---- places ------------------------------------------------------------------------------------------------------
 
     def at(self, extent: Extent, own: bool = False) -> str:
         """Where an entry is in a value. own: as programs lay it out for themselves, what a thread holds in a row."""
+        rows, keys = self.shown("rows", (True, False), extent), self.shown("keys", (False, True), extent)
         if own and self.walk.across == "k" and extent == (True, True):
-            return f"keys * {self.walk.widths[0]} + rows"
-        return {(True, True): f"rows * {self.walk.widths[1]} + keys", (True, False): "rows", (False, True): "keys",
+            return f"{keys} * {self.walk.widths[0]} + {rows}"
+        return {(True, True): f"{rows} * {self.walk.widths[1]} + {keys}", (True, False): "rows", (False, True): "keys",
                 (False, False): "0"}[extent]  # fmt: skip
 
     def mask(self, extent: Extent, once: bool = False) -> str:
         """Of entries that are there. once: written by one of several programs."""
-        found = [n for n, e, m in zip(("in_rows", "in_keys"), extent, self.masked, strict=True) if e and m]
+        both = (("in_rows", (True, False)), ("in_keys", (False, True)))
+        found = [self.shown(*n, extent) for n, e, m in zip(both, extent, self.masked, strict=True) if e and m]
         if once and self.walk.parts > 1 and not extent[0]:
             found.append("(part == 0)")
         return " & ".join(found)
 
     def load(self, place: str, extent: Extent, own: bool = False) -> str:
+        return f"{self.load_as_it_is(place, extent, own)}.to(tl.float32)"
+
+    def load_as_it_is(self, place: str, extent: Extent, own: bool = False) -> str:
         mask = self.mask(extent)
-        return f"tl.load({place} + {self.at(extent, own)}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+        return f"tl.load({place} + {self.at(extent, own)}{f', mask={mask}, other=0.0' if mask else ''})"
 
     def store(self, place: str, extent: Extent, value: str, once: bool = False, own: bool = False) -> None:
         mask = self.mask(extent, once)
@@ -151,6 +217,8 @@ class _Text:
         self(f"tl.store({place} + {self.at(extent, own)}, {value}{f', mask={mask}' if mask else ''})")
 
     def tile(self, extent: Extent) -> str:
+        if self.flat and extent[0] != extent[1]:
+            return str([self.walk.rows if extent[0] else self.walk.keys])
         sizes = [self.walk.rows if extent[0] else 1, self.walk.keys if extent[1] else 1]
         return str(sizes if self.walk.across == "v" else sizes[::-1])
 
@@ -158,7 +226,37 @@ class _Text:
         """A value in the shape of another."""
         if old == new:
             return value
-        return f"{value} + tl.zeros({self.tile(new)}, tl.float32)"
+        return f"{self.shown(value, old, new)} + {self.zeros(new)}"
+
+    def zeros(self, extent: Extent) -> str:
+        layout = self.sliced("v" if extent[0] else "k") if extent[0] != extent[1] else "LAYOUT"
+        return f"tl.zeros({self.tile(extent)}, tl.float32{f', {layout}' if self.gluon else ''})"
+
+    def sliced(self, axis: str) -> str:
+        """The layout of a vector along an axis."""
+        return f"tl.SliceLayout({1 - self.dim(axis)}, LAYOUT)"
+
+    def range(self, axis: str, size: int) -> str:
+        """The numbers along an axis."""
+        if self.flat:
+            return f"tl.arange(0, {size}{f', {self.sliced(axis)}' if self.gluon else ''})"
+        return f"tl.arange(0, {size}){_LINES[self.dim(axis)]}"
+
+    def layout(self, parts_of: str = "") -> str:
+        """Of all tiles: what is left to a thread are neighbours along both axes. parts_of: of a tile of what every warp
+        along an axis has, each thread with all that its rows or keys have."""
+        walk = self.walk
+        assert walk.threads is not None
+        lanes, warps = walk.threads
+        sizes = [max(1, n // (a * b)) for n, a, b in zip((walk.rows, walk.keys), lanes, warps, strict=True)]
+        if parts_of:
+            sizes["vk".index(parts_of)] = warps["vk".index(parts_of)]
+        parts = [list(x) if walk.across == "v" else list(x)[::-1] for x in (sizes, lanes, warps)]
+        return f"tl.BlockedLayout({parts[0]}, {parts[1]}, {parts[2]}, [1, 0])"
+
+    def wait(self) -> None:
+        """For what other threads have written."""
+        self("barrier()" if self.gluon else "tl.debug_barrier()")
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
@@ -169,32 +267,48 @@ class _Text:
         def text(x: Value) -> str:
             return names[x] if isinstance(x, int) else constant(x)
 
-        for group in _grouped(program, [i for i in order if i not in names], self.walk.grouped):
+        grouped = self.walk.grouped and not self.gluon  # there sums hardly wait for others
+        for group in _grouped(program, [i for i in order if i not in names], grouped):
             names |= {i: f"{own}{i}" for i in group}
             kind, _, axis = program.operations[group[0]].name.partition(" ")
             if not axis:
                 (i,) = group
-                self(f"{names[i]} = {ON_TILES[kind].format(*map(text, program.operations[i].inputs))}")
+                op = program.operations[i]
+                form = _BY_UNIT.get(kind) if self.gluon and any(op.extent) else None
+                beside = [self.shown(text(x), program.extent(x), op.extent) for x in op.inputs]
+                self(f"{names[i]} = {(form or ON_TILES[kind]).format(*beside)}")
                 continue
             taken = [program.operations[i].inputs[0] for i in group]
-            shown = [self.masked_out(kind, axis, text(x)) for x in taken]
             extent = program.extent(taken[0])
+            shown = [self.masked_out(kind, axis, text(x), extent) for x in taken]
             if len(group) == 1:
                 self(f"{names[group[0]]} = {self.reduction(kind, axis, shown[0], extent)}")
                 continue
             made = ", ".join(names[i] for i in group)
             call = f"functions.sum_{len(group)}"
-            self(f"{made} = tl.reduce(({', '.join(shown)}), {self.dim(axis)}, {call}, keep_dims=True)")
+            kept = "" if self.flat else ", keep_dims=True"
+            self(f"{made} = tl.reduce(({', '.join(shown)}), {self.dim(axis)}, {call}{kept})")
         return names
 
-    def masked_out(self, kind: str, axis: str, x: str) -> str:
+    def masked_out(self, kind: str, axis: str, x: str, extent: Extent) -> str:
         """A value without what is padding along an axis."""
         if not self.masked["vk".index(axis)]:
             return x
         empty = constant(0.0 if kind == "sum" else -math.inf)
-        return f"tl.where({'in_rows' if axis == 'v' else 'in_keys'}, {x}, {empty})"
+        name, own = ("in_rows", (True, False)) if axis == "v" else ("in_keys", (False, True))
+        return f"tl.where({self.shown(name, own, extent)}, {x}, {empty})"
+
+    def across(self, axis: str) -> int:
+        """Warps that an axis is told to lie across."""
+        threads = self.walk.threads if self.gluon else None
+        return 1 if threads is None else threads.warps["vk".index(axis)]
 
     def reduction(self, kind: str, axis: str, x: str, extent: Extent) -> str:
+        if self.flat:
+            tile, warps = extent == (True, True), self.across(axis)
+            if tile and warps > 1:
+                return f"functions.{kind}_across({x}, {self.dim(axis)}, {warps}, {self.layout(axis)}, LAYOUT)"
+            return f"tl.{kind}({x}, {self.dim(axis) if tile else 0})"
         if extent[1 - "vk".index(axis)]:
             return f"tl.{kind}({x}, {self.dim(axis)}, keep_dims=True)"
         return f"tl.{kind}(tl.{kind}({x}, {self.dim(axis)}), 0)"
@@ -203,7 +317,7 @@ class _Text:
         value = program.outputs.get(name, 0.0)
         text = names[value] if isinstance(value, int) else constant(value)
         if extent == (False, False) and not isinstance(value, int):
-            return f"tl.full((), {text}, tl.float32)"
+            return f"tl.to_tensor({text})" if self.gluon else f"tl.full((), {text}, tl.float32)"
         return self.like(text, program.extent(value), extent)
 
 
@@ -265,13 +379,13 @@ def arguments(walk: Walk) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def source(walk: Walk) -> str:
-    """The text of both kernels."""
+def source(walk: Walk, gluon: bool = False) -> str:
+    """The text of both kernels, in Triton's language or in Gluon."""
     given = arguments(walk)
-    lines = list(_HEADER)
+    lines = list(_GLUON_HEADER if gluon else _HEADER)
     for name, body in (("forward", _forward), ("backward", _backward)):
-        lines += [_DECORATOR, f"def {name}({', '.join(given[name])}):"]
-        text = _Text(walk)
+        lines += [_GLUON_DECORATOR if gluon else _DECORATOR, f"def {name}({', '.join(given[name])}):"]
+        text = _Text(walk, gluon)
         _start(text)
         body(text)
         lines += [*text.lines, "", ""]
@@ -280,12 +394,14 @@ def source(walk: Walk) -> str:
 
 def _start(text: _Text) -> None:
     walk = text.walk
+    if text.gluon:
+        text(f"LAYOUT: tl.constexpr = {text.layout()}")
     text(
         "head = (tl.program_id(0) % heads).to(tl.int64)",
         "unit = (tl.program_id(0) // heads).to(tl.int64)",
         "part = tl.program_id(1)",
-        f"rows = part * {walk.rows} + tl.arange(0, {walk.rows}){_LINES[text.dim('v')]}",
-        f"keys = tl.arange(0, {walk.keys}){_LINES[text.dim('k')]}",
+        f"rows = part * {walk.rows} + {text.range('v', walk.rows)}",
+        f"keys = {text.range('k', walk.keys)}",
         f"in_rows = rows < {walk.widths[0]}",
         f"in_keys = keys < {walk.widths[1]}",
         "if PACKED:",
@@ -307,13 +423,8 @@ def _start(text: _Text) -> None:
         text(f"p_{name} += batch * {name}_b + from_ * {name}_t + head * {name}_h")
 
 
-def _fetch(text: _Text, token: str, prefix: str = "n_") -> None:
-    for name, extent in text.walk.inputs.items():
-        text(f"{prefix}{name} = {text.load(f'p_{name} + {token} * {name}_t', extent)}")
-
-
-def _refreshed(text: _Text) -> None:
-    """The values that are held, before a token that renews them."""
+def _refreshed(text: _Text, then: Callable[[], None] = lambda: None) -> None:
+    """The values that are held, before a token that renews them, and what is done with them."""
     walk = text.walk
     if walk.refresh is None:
         return
@@ -325,6 +436,7 @@ def _refreshed(text: _Text) -> None:
     names = text.operations(program, program.needed(values), names)
     for n in values:
         text(f"{n} = {text.output(program, names, n, walk.states[n])}")
+    then()
     text.depth -= 1
 
 
@@ -332,7 +444,8 @@ def _forward(text: _Text) -> None:
     walk, program = text.walk, text.walk.step
     for n, extent in walk.states.items():
         text(f"{n} = {text.load(f'first_{n} + own * {walk.size(extent)}', extent)}")
-    _fetch(text, "0")
+    read: Loads = {f"i_{n}": (f"p_{n} + here", f"{n}_t", e) for n, e in walk.inputs.items()}
+    _bring(text, read, lambda j: f"tl.maximum(tl.minimum({j}, count - 1), 0)" if j else "0")
     text("for c in range(0, chunks):")
     text.depth += 1
     text("if KEEP:")
@@ -342,9 +455,7 @@ def _forward(text: _Text) -> None:
     text.depth -= 1
     text(f"for t in range(c * {walk.chunk}, tl.minimum((c + 1) * {walk.chunk}, count)):")
     text.depth += 1
-    text(*(f"i_{n} = n_{n}" for n in walk.inputs))
-    text("after = tl.minimum(t + 1, count - 1).to(tl.int64)")
-    _fetch(text, "after")
+    _brought(text, read, f"tl.minimum(t + {walk.early}, count - 1)")
     _refreshed(text)
     names = _given(program, {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}})
     names = text.operations(program, program.needed([OUT, *walk.states]), names)
@@ -374,14 +485,11 @@ def _move(text: _Text, names: Mapping[int, str], moved: Sequence[str]) -> None:
 
 def _backward(text: _Text) -> None:
     walk, program = text.walk, text.walk.step
-    entries = {n: (walk.rows if e[0] else 1) * (walk.keys if e[1] else 1) for n, e in walk.read.items()}
-    inside = {n: _inside(walk, e) for n, e in walk.states.items()}
     for n, extent in walk.moving.items():
         text(f"g_{n} = {text.load(f'd_last_{n} + own * {walk.size(extent)}', extent)}")
         if not walk.alone(extent):
             text(f"g_{n} = tl.where(part == 0, g_{n}, 0.0)")
-    for n in walk.read:
-        text(f"room_{n} += (own * {walk.parts} + part) * {walk.chunk} * {entries[n]}")
+    room = _Room(text)
     again, order = program.needed(walk.remade, walk.kept), program.needed(walk.grads, walk.kept)
     known = {i: f"x{i}" for i in walk.kept} | _given(program, {**{n: n for n in walk.states}, **_tokens(walk)})
     text("for back in range(0, chunks):")
@@ -391,32 +499,53 @@ def _backward(text: _Text) -> None:
     for n, extent in walk.read.items():
         text(f"{n} = {text.load(f'states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}', extent, True)}")
     read = _of_a_token(text, again)
-    _bring(text, read, "start")
-    text("for t in range(start, end):")
-    text.depth += 1
-    _brought(text, read, "tl.minimum(t + 1, end - 1)")
-    _refreshed(text)
-    for n in walk.read:
-        text(f"tl.store(room_{n} + (t - start) * {entries[n]} + {inside[n]}, {n})")
-    names = text.operations(program, again, known)
-    _move(text, names, walk.remade)
-    text.depth -= 1
-    text("tl.debug_barrier()")
+
+    def walked(first: str, end: str, kept: Callable[[], None], before: Callable[[], None]) -> None:
+        """Tokens again, entry by entry."""
+        _bring(text, read, lambda j: f"tl.maximum(tl.minimum({first} + {j}, {end} - 1), {first})" if j else first)
+        before()
+        text(f"for t in range({first}, {end}):")
+        text.depth += 1
+        _brought(text, read, f"tl.minimum(t + {walk.early}, {end} - 1)")
+        kept()
+        names = text.operations(program, again, known)
+        _move(text, names, walk.remade)
+        text.depth -= 1
+
+    def spanned() -> None:
+        _refreshed(text, room.renewed)
+        room.token()
+
+    if walk.marks:
+        begin = f"start + (end - 1 - start) // {walk.span} * {walk.span}"  # of the last span
+        text(f"begun = {begin}")
+
+        def marked() -> None:
+            text(f"if (t - start) % {walk.span} == 0:")
+            text.depth += 1
+            room.mark(f"(t - start) // {walk.span}")
+            text.depth -= 1
+            _refreshed(text)
+
+        walked("start", "begun", marked, lambda: None)
+        room.mark(f"(begun - start) // {walk.span}")
+        text.wait()
+        text("ended = end")
+        text(f"for span in range(0, (end - start + {walk.span - 1}) // {walk.span}):")
+        text.depth += 1
+        text(f"start = begun - span * {walk.span}", f"end = tl.minimum(start + {walk.span}, ended)")
+        room.marked(f"(start - c * {walk.chunk}) // {walk.span}")
+    walked("start", "end", spanned, room.begin)
+    text.wait()
     # back over them
-    read = _of_a_token(text, order) | {"g_out": ("grad_out + at", walk.widths[0], (True, False))}
-    states = {n: (f"room_{n} + (t - start)", entries[n]) for n in walk.read}
-    _bring(text, read, "end - 1")
-    if walk.ahead > 1:
-        text("t = end - 1", *(f"n_{n} = tl.load({x} * {size} + {inside[n]})" for n, (x, size) in states.items()))
+    read_back = _of_a_token(text, order) | {"g_out": ("grad_out + at", walk.widths[0], (True, False))}
+    _bring(text, read_back, lambda j: f"tl.maximum(end - {1 + j}, start)" if j else "end - 1")
+    room.end()
     text("for step in range(0, end - start):")
     text.depth += 1
-    if walk.ahead > 1:
-        text(*(f"{n} = n_{n}" for n in states), "t = tl.maximum(end - 2 - step, start)")
-        text(*(f"n_{n} = tl.load({x} * {size} + {inside[n]})" for n, (x, size) in states.items()))
     text("t = end - 1 - step")
-    if walk.ahead < 2:
-        text(*(f"{n} = tl.load({x} * {size} + {inside[n]})" for n, (x, size) in states.items()))
-    _brought(text, read, "tl.maximum(t - 1, start)")
+    room.back()
+    _brought(text, read_back, f"tl.maximum(t - {walk.early}, start)")
     text("at = (token + t) * heads + head")
     cotangents = {GRAD + n: f"g_{n}" for n in walk.moving} | {GRAD + OUT: "g_out"}
     names = text.operations(program, order, known | _given(program, cotangents))
@@ -426,16 +555,105 @@ def _backward(text: _Text) -> None:
         text(f"new_{n} = {text.output(program, names, GRAD + n, extent)}")
     text(*(f"g_{n} = new_{n}" for n in walk.moving))
     if walk.refresh is not None:
-        _refreshed_back(text, walk.refresh)
+        _refreshed_back(text, walk.refresh, room)
     for n, extent in walk.inputs.items():
         place = "at" if walk.alone(extent) else "(part.to(tl.int64) * total + at)"  # side by side, to be added
         text.store(f"d_{n} + {place} * {walk.size(extent)}", extent, f"d{n}")
     text.depth -= 1
-    text("tl.debug_barrier()")
-    text.depth -= 1
+    text.wait()
+    text.depth -= 2 if walk.marks else 1
     for n, extent in walk.moving.items():
         place = "own" if walk.alone(extent) else "(part * tl.num_programs(0) + own)"
         text.store(f"d_first_{n} + {place} * {walk.size(extent)}", extent, f"g_{n}")
+
+
+@final
+class _Room:
+    """Where the states of a span of tokens wait on the way back: one place a token, for a held one each that it is.
+
+    In memory of the program's own, behind the marks that a chunk's spans begin with; where threads are given, states of
+    both axes in shared memory.
+    """
+
+    def __init__(self, text: _Text) -> None:
+        self.text, walk = text, text.walk
+        self.entries = {n: (walk.rows if e[0] else 1) * (walk.keys if e[1] else 1) for n, e in walk.read.items()}
+        self.inside = {n: _inside(walk, e) for n, e in walk.read.items()}
+        self.shared = [n for n in walk.read if walk.near(n, text.gluon)]
+        for n in walk.read:
+            text(f"room_{n} += (own * {walk.parts} + part) * {walk.room(n, text.gluon)}")
+        for n in self.shared:
+            shape = [walk.places(n), *((walk.rows, walk.keys) if walk.across == "v" else (walk.keys, walk.rows))]
+            text(f"near_{n} = tl.allocate_shared_memory(tl.float32, {shape}, {_TURNED})")
+
+    def _held(self, name: str) -> bool:
+        return name not in self.text.walk.changing
+
+    def _place(self, name: str, index: str) -> str:
+        return f"room_{name} + ({index}) * {self.entries[name]} + {self.inside[name]}"
+
+    def _store(self, name: str, index: str) -> None:
+        if name in self.shared:
+            self.text(f"near_{name}.index({index}).store({name})")
+        else:
+            self.text(f"tl.store({self._place(name, f'{self.text.walk.marks} + {index}')}, {name})")
+
+    def _load(self, name: str, index: str) -> str:
+        if name in self.shared:
+            return f"near_{name}.index({index}).load(LAYOUT)"
+        return f"tl.load({self._place(name, f'{self.text.walk.marks} + {index}')})"
+
+    def _turn(self, token: str) -> str:
+        """How often held values were renewed since the span's first token."""
+        every = self.text.walk.every
+        return f"(phase + {token}) // {every} - (phase + start) // {every}" if every else "0"
+
+    def mark(self, index: str) -> None:
+        for n in self.text.walk.read:
+            self.text(f"tl.store({self._place(n, index)}, {n})")
+
+    def marked(self, index: str) -> None:
+        for n in self.text.walk.read:
+            self.text(f"{n} = tl.load({self._place(n, index)})")
+
+    def begin(self) -> None:
+        for n in filter(self._held, self.text.walk.read):
+            self._store(n, "0")
+
+    def renewed(self) -> None:
+        """Ahead of a token that renews held values."""
+        for n in filter(self._held, self.text.walk.read):
+            self._store(n, self._turn("t"))
+
+    def token(self) -> None:
+        for n in self.text.walk.remade:
+            self._store(n, "t - start")
+
+    def _ahead(self, name: str) -> bool:
+        """Whether a token's state is loaded while the one behind it is gone through: from where that takes long."""
+        return self.text.walk.ahead > 1 or self.text.gluon and name not in self.shared
+
+    def end(self) -> None:
+        """Ahead of the way back, from the last token."""
+        for n in self.text.walk.read:
+            if self._held(n):
+                self.text(f"{n} = {self._load(n, self._turn('end - 1'))}")
+            elif self._ahead(n):
+                self.text(f"n_{n} = {self._load(n, 'end - 1 - start')}")
+
+    def back(self) -> None:
+        """A token's states."""
+        for n in self.text.walk.remade:
+            if self._ahead(n):
+                self.text(f"{n} = n_{n}", f"n_{n} = {self._load(n, 'tl.maximum(t - 1 - start, 0)')}")
+            else:
+                self.text(f"{n} = {self._load(n, 't - start')}")
+
+    def returned(self) -> None:
+        """Behind a token that renewed held values: what they were before."""
+        before = f"tl.maximum({self._turn('t')} - 1, 0)"
+        for n in filter(self._held, self.text.walk.read):
+            self.text(f"{n} = {self._load(n, before)}")
 
 
 def _tokens(walk: Walk) -> dict[str, str]:
@@ -460,33 +678,41 @@ def _of_a_token(text: _Text, order: Sequence[int]) -> Loads:
     return found
 
 
-def _bring(text: _Text, read: Loads, first: str) -> None:
-    """Ahead of a loop: what its first token reads."""
-    if text.walk.ahead:
-        text(f"here = begin * 0 + {first}", "at = (token + here) * heads + head")
-        text(*(f"n_{n} = {text.load(f'{place} * {size}', e)}" for n, (place, size, e) in read.items()))
+def _bring(text: _Text, read: Loads, token: Callable[[int], str]) -> None:
+    """Ahead of a loop: what its first tokens read. token: the number of one, of how many are ahead of it."""
+    if not text.walk.ahead:
+        return
+    for j in range(text.walk.early):
+        text(f"here = begin * 0 + {token(j)}", "at = (token + here) * heads + head")
+        text(*(f"n{j}_{n} = {text.load_as_it_is(f'{place} * {size}', e)}" for n, (place, size, e) in read.items()))
 
 
 def _brought(text: _Text, read: Loads, following: str) -> None:
-    """What a token reads, and the loads of the token behind it."""
-    if text.walk.ahead:
-        text(*(f"{n} = n_{n}" for n in read), f"here = begin * 0 + {following}")
+    """What a token reads, and the loads of a token behind it, whose numbers nobody waits for before that."""
+    early = text.walk.early if text.walk.ahead else 0
+    if early:
+        text(*(f"{n} = n0_{n}.to(tl.float32)" for n in read))
+        text(*(f"n{j}_{n} = n{j + 1}_{n}" for j in range(early - 1) for n in read))
+        text(f"here = begin * 0 + {following}")
     else:
         text("here = begin * 0 + t")
     text("at = (token + here) * heads + head")
-    ahead = "n_" if text.walk.ahead else ""
-    text(*(f"{ahead}{n} = {text.load(f'{place} * {size}', e)}" for n, (place, size, e) in read.items()))
+    for n, (place, size, e) in read.items():
+        into = f"n{early - 1}_{n} = {{}}" if early else f"{n} = {{}}.to(tl.float32)"
+        text(into.format(text.load_as_it_is(f"{place} * {size}", e)))
 
 
 def _inside(walk: Walk, extent: Extent) -> str:
     """Where an entry is in a program's own room, padding included."""
+    lines = [_LINES[n] if walk.threads is not None and extent == (True, True) else "" for n in (0, 1)]
     rows, keys = f"(rows - part * {walk.rows})", "keys"
-    both = f"{rows} * {walk.keys} + keys" if walk.across == "v" else f"keys * {walk.rows} + {rows}"
+    rows, keys = (x + line for x, line in zip((rows, keys), lines if walk.across == "v" else lines[::-1], strict=True))
+    both = f"{rows} * {walk.keys} + {keys}" if walk.across == "v" else f"{keys} * {walk.rows} + {rows}"
     return {(True, True): both, (True, False): rows, (False, True): keys,
             (False, False): "0"}[extent]  # fmt: skip
 
 
-def _refreshed_back(text: _Text, program: Program) -> None:
+def _refreshed_back(text: _Text, program: Program, room: _Room) -> None:
     """What came through held values goes to what they were made of."""
     walk = text.walk
     made = [n for n in program.outputs if not n.startswith(GRAD)]
@@ -503,5 +729,6 @@ def _refreshed_back(text: _Text, program: Program) -> None:
         elif name in walk.inputs:
             text(f"d{name} += {text.output(program, names, n, walk.inputs[name])}")
     for n in made:
-        text(f"g_{n} = tl.zeros({text.tile(walk.states[n])}, tl.float32)")
+        text(f"g_{n} = {text.zeros(walk.states[n])}")
+    room.returned()
     text.depth -= 1

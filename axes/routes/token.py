@@ -9,6 +9,7 @@ cannot be followed says why.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from axes.programs import c_library
 from axes.programs.tile_text import OUT, Language, Walk
 from axes.programs.tiles import GRAD, Axis, Extent, NotTiles, Program, Shape, trace
 from axes.routes.counts import period
+from axes.routes.token_threads import on_hopper
 
 REGISTERS = 65536  # of a processor, 32 bits each
 _FEW = 32  # keys of a program that lie across warps: then sums over rows, which a way back has more of, stay in one
@@ -327,7 +329,8 @@ def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool, language: 
         raise NotTiles("it multiplies matrices, which loops of C do on a CPU")
     rows, keys, warps, chunk = _sizes(step, refresh, states, widths)
     across: Axis = "k" if keys >= _FEW else "v"
-    return Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across)
+    found = Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across)
+    return replace(found, hopper=on_hopper(found))
 
 
 def _sizes(

@@ -26,6 +26,7 @@ from axes.core.monoids import Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
+from axes.programs.tile_text import Threads
 from axes.routes import dispatch, token
 
 torch.manual_seed(0)
@@ -88,6 +89,7 @@ def check(update, batch, length, heads, d_v, d_k, count=0, half=False, **change)
     token.walk = walks
 
 KEPT = {}
+THREADS = Threads((4, 8), (1, 1))  # the interpreter has none
 """
 CASES = {
     "keys in float32 beside values of 16 bits": (
@@ -96,6 +98,15 @@ CASES = {
     "anchors renewed within chunks": "check(sequence.MonetaMatrix.update, 1, 12, 2, 5, 6, count=9, chunk=4)",
     "rows of their own programs": "check(sequence.AdamNet.update, 2, 7, 2, 20, 5, rows=8, chunk=4)",
     "keys across warps": 'check(sequence.AdamNet.update, 1, 7, 2, 20, 5, rows=8, chunk=4, across="k")',
+    "spans of a chunk, vectors of one dimension": (
+        "check(sequence.MonetaMatrix.update, 1, 12, 2, 5, 6, count=9, chunk=6, inner=2, early=2, threads=THREADS)"
+    ),
+    "a span as long as several anchors": (
+        "check(sequence.AdamNet.update, 1, 40, 1, 20, 6, count=9, chunk=32, inner=20, early=3, rows=8, threads=THREADS)"
+    ),
+    "rows across warps, in spans": (
+        'check(sequence.LatticeDec.update, 1, 9, 2, 8, 6, chunk=6, inner=4, threads=THREADS, across="k")'
+    ),
     "columns that meet": "check(sequence.LatticeDec.update, 2, 9, 1, 6, 7, chunk=4)",
     "bfloat16": "check(sequence.LatticeOSR.update, 1, 6, 2, 8, 4, half=True, chunk=4)",
     "a user's": "check(OWN, 1, 7, 1, 5, 4, chunk=4)",

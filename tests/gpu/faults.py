@@ -76,6 +76,7 @@ ROWS = _of("substitution", "in_bfloat16[huber, gated rows]")
 YAAD = _of("substitution", "in_float32[yaad prev]")
 LONGHORN = _of("substitution", "in_float32[longhorn]")
 TOKEN = _of("token", "equals_the_interpreter_in_the_same_bits_again[lattice-osr-(2, 70, 3, 64, 64)-torch.float32]")
+FORM = _of("token", "every_form_of_the_kernels[{'across': 'k'}]")
 MONETA = _of("token", "equals_the_interpreter_in_the_same_bits_again[moneta-(2, 70, 3, 64, 64)-torch.float32]")
 _STREAM = "d=2048 tokens=300 each=True dtype=bfloat16]"
 READ = _of("streams", f"against_float64[name=read n=4 {_STREAM}")
@@ -150,9 +151,12 @@ FAULTS: tuple[Fault, ...] = tuple(
         (_PASSES, "own = tl.load(pair + (256 + 17 * line))", "own = tl.load(pair + (256 + 16 * line))", LONGHORN),
         (_PASSES, "store_tile(turns, w, first, rows, v, head, H, V, 16)", "store_tile(turns, y, first, rows, v, head, H, V, 16)", YAAD),
         (_PASSES, "grad_k += 2.0 * length[:, None]", "grad_k += 1.0 * length[:, None]", LONGHORN),
-        ("axes/kernels/token/functions.py", "return a + c, b + d", "return a + d, b + c", TOKEN),
-        ("axes/programs/tile_text.py", "text(\"after = tl.minimum(t + 1, count - 1).to(tl.int64)\")", "text(\"after = tl.minimum(t + 2, count - 1).to(tl.int64)\")", MONETA),
-        ("axes/programs/tile_text.py", "text(f\"tl.store(room_{n} + (t - start) * {entries[n]} + {inside[n]}, {n})\")", "text(f\"tl.store(room_{n} + (end - 1 - t) * {entries[n]} + {inside[n]}, {n})\")", TOKEN),
+        ("axes/kernels/token/functions.py", "return a + c, b + d", "return a + d, b + c", FORM),
+        ("axes/kernels/token/gluon_functions.py", "gl.sum(_before(x, AXIS, WARPS), AXIS + 1)", "gl.max(_before(x, AXIS, WARPS), AXIS + 1)", TOKEN),
+        ("axes/kernels/token/gluon_functions.py", "return _unit(x, \"rsqrt\")", "return _unit(x, \"sqrt\")", TOKEN),
+        ("axes/programs/tile_text.py", "before = f\"tl.maximum({self._turn('t')} - 1, 0)\"", "before = self._turn('t')", MONETA),
+        ("axes/programs/tile_text.py", "f\"tl.minimum(t + {walk.early}, count - 1)\"", "f\"tl.minimum(t + {walk.early} + 1, count - 1)\"", MONETA),
+        ("axes/programs/tile_text.py", "self._store(n, \"t - start\")", "self._store(n, \"end - 1 - t\")", TOKEN),
         (_STREAMS + "mix.py", "_tell(dr, grad * _stream(x, token, column, inside, d, j, N)", "_tell(dr, grad * _stream(x, token, column, inside, d, 0, N)", READ),
         (_STREAMS + "mix.py", "c = _number(m, token, there, i * N + j, N * N, MIX)", "c = _number(m, token, there, j * N + i, N * N, MIX)", MIX),
         (_STREAMS + "mix.py", "back += mixing[i * N + j] * grads[i]", "back += mixing[j * N + i] * grads[i]", MIX),

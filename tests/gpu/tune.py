@@ -100,7 +100,8 @@ def changed(case: Case) -> Iterator[None]:
 
     def walk(*given: Any) -> Any:
         if given not in kept:
-            kept[given] = dataclasses.replace(usual(*given), **case.change)
+            told = {"hopper": None} if case.change else {}
+            kept[given] = dataclasses.replace(usual(*given), **told, **case.change)
         return kept[given]
 
     with patch.object(token, "walk", walk):

@@ -1,0 +1,273 @@
+"""How a tile lies over threads: candidates for the kernels of tokens, each checked and then timed.
+
+    python -m tests.gpu.tune_token --seconds 120        # on a machine with a GPU
+
+Each is compiled in a process of its own and held to the float64 interpreter, outputs, states and all gradients; what is
+right is timed alone as a CUDA graph with cold L2, forward and with backward.
+The fastest of a rule are printed beside what the package has ("today"), and every candidate that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from axes import sequence
+from axes.programs.tile_text import Threads, Walk
+from axes.routes import token
+
+UPDATES = {
+    "moneta": sequence.MonetaMatrix.update,
+    "memora": sequence.MemoraMatrix.update,
+    "adam": sequence.AdamNet.update,
+    "lattice-dec": sequence.LatticeDec.update,
+    "lattice-osr": sequence.LatticeOSR.update,
+}
+HALF, SHAPE = torch.bfloat16, (2, 80, 16, 64, 64)
+BOUND = 2e-2
+
+
+class Candidate(NamedTuple):
+    rule: str
+    change: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """In few letters: rows of a program, lanes and warps along rows x keys, and what else is changed."""
+        if not self.change:
+            return "today"
+        given = dict(self.change)
+        lanes, warps = given.pop("threads", ((0, 0), (0, 0)))
+        rest = " ".join(f"{n[:2]}{v}" for n, v in given.items() if n not in ("across", "warps"))
+        return f"l{lanes[0]}x{lanes[1]} w{warps[0]}x{warps[1]} {rest}"
+
+
+def laid(lanes: tuple[int, int], warps: tuple[int, int], **more: Any) -> dict[str, Any]:
+    usual = {"across": "v", "inner": 8, "early": 2}
+    return {"threads": Threads(lanes, warps), "warps": warps[0] * warps[1], **usual, **more}
+
+
+def candidates() -> list[Candidate]:
+    """By turns of the rules."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    meet = [laid(lanes, warps) for lanes, warps in (
+        ((8, 4), (1, 8)), ((8, 4), (1, 4)), ((16, 2), (1, 8)), ((8, 4), (2, 4)), ((4, 8), (8, 1)), ((4, 8), (1, 8)),
+    )]  # fmt: skip
+    meet += [laid((8, 4), (1, 8), early=4), laid((16, 2), (1, 4))]
+    meet += [laid((8, 4), (1, 8), inner=n) for n in (0, 4)]
+    found["lattice-dec"] = [{}, *meet]
+    found["lattice-osr"] = [{}, *meet[:6], laid((8, 4), (1, 8), early=1)]
+    found["moneta"] = [{}, *(laid(lanes, warps, inner=4) for lanes, warps in (
+        ((4, 8), (8, 1)), ((4, 8), (4, 1)), ((8, 4), (8, 1)), ((8, 4), (1, 8)), ((2, 16), (8, 1)), ((4, 8), (16, 1)),
+    ))]  # fmt: skip
+    found["moneta"] += [laid((4, 8), (8, 1)), laid((4, 8), (8, 1), early=4), laid((4, 8), (8, 1), inner=0)]
+    apart = [((4, 8), (2, 1), 16), ((4, 8), (4, 1), 32), ((4, 8), (1, 1), 16), ((4, 8), (1, 1), 8)]
+    apart += [((4, 8), (8, 1), 64), ((8, 4), (1, 1), 8), ((4, 8), (2, 1), 32)]
+    found["memora"] = [{}, *(laid(lanes, warps, rows=n) for lanes, warps, n in apart)]
+    found["memora"] += [laid((4, 8), (2, 1), rows=16, early=4), laid((4, 8), (2, 1), rows=16, inner=0)]
+    found["adam"] = [{}, *(laid(lanes, warps, rows=n, inner=2, chunk=64) for lanes, warps, n in apart)]
+    found["adam"] += [laid((4, 8), (2, 1), rows=16, inner=m, early=n) for m, n in ((4, 2), (2, 4), (0, 2))]
+    longest = max(map(len, found.values()))
+    return [Candidate(rule, rows[i]) for i in range(longest) for rule, rows in found.items() if i < len(rows)]
+
+
+def changed(candidate: Candidate) -> Any:
+    """Within the block the package walks so."""
+    usual, kept = token.walk, {}  # type: ignore[var-annotated]
+
+    def walk(*given: Any) -> Any:
+        if given not in kept:
+            found = usual(*given)
+            assert isinstance(found, Walk)
+            told = {"hopper": None} if candidate.change else {}
+            kept[given] = dataclasses.replace(found, **told, **candidate.change)
+        return kept[given]
+
+    return patch.object(token, "walk", walk)
+
+
+def _drawn(rule: str) -> tuple[Any, Any]:
+    from tests.gpu import test_token as held
+
+    torch.manual_seed(0)
+    signal = held.draw(UPDATES[rule], SHAPE, HALF)
+    return signal, held.start(UPDATES[rule], signal, count=7)
+
+
+@contextmanager
+def _steady_states() -> Iterator[None]:
+    """Within the block no gradient is asked of states that no token moves, as in training: another kernel."""
+    from tests.gpu import test_token as held
+
+    usual = held.results
+
+    def results(run: Any, update: Any, signal: Any, state: Any, pulls: Any) -> Any:
+        def without(update: Any, live: Any, state: Any, time: int) -> Any:
+            leaves, form = pytree.tree_flatten(state)
+            still = token._steady(update)
+            leaves = [x.detach() if f"s{i}" in still else x for i, x in enumerate(leaves)]
+            return run(update, live, pytree.tree_unflatten(leaves, form), time=time)
+
+        return usual(without, update, signal, state, pulls)
+
+    with patch.object(held, "results", results):
+        yield
+
+
+def exact(given: tuple[str, str]) -> None:
+    """In a process of its own: what the interpreter says of a rule, into a file."""
+    from tests.gpu import test_token as held
+
+    rule, folder = given
+    torch.set_num_threads(1)
+    pulls: list[Tensor] = []
+    with _steady_states():
+        want = held.exact(UPDATES[rule], *_drawn(rule), pulls)
+    torch.save((want, pulls), f"{folder}/{rule}.part")
+    os.rename(f"{folder}/{rule}.part", f"{folder}/{rule}")
+
+
+def check(given: tuple[int, Candidate, str]) -> tuple[int, float, float, str]:
+    """In a process of its own: seconds of compiling, the largest error, and why there is none."""
+    from tests.gpu import test_token as held
+
+    index, candidate, folder = given
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    try:
+        signal, state = _drawn(candidate.rule)
+        update = UPDATES[candidate.rule]
+        with changed(candidate), torch.no_grad():
+            bare, _ = token.run(update, signal, state, None)
+        with changed(candidate), _steady_states():
+            held.results(held.walked, update, signal, state, [])
+        took = time.monotonic() - begun
+        while not Path(folder, candidate.rule).exists():
+            time.sleep(0.1)
+        want, pulls = torch.load(f"{folder}/{candidate.rule}")
+        with changed(candidate), _steady_states():
+            got = held.results(held.walked, update, signal, state, pulls)
+        worst, at = 0.0, ""
+        for name, x in want.items():
+            if x is None:
+                continue
+            mine = got[name]
+            far = float("inf") if mine is None else ((mine.double().cpu() - x).norm() / (x.norm() + 1e-9)).item()
+            if not far <= worst:
+                worst, at = far if far == far else float("inf"), name
+        if not (bare.double().cpu() - want["o"]).norm() <= BOUND * want["o"].norm():
+            return index, took, worst, "without gradients it differs"
+        return index, took, worst, "" if worst <= BOUND else f"{at} is {worst:.1e} off"
+    except Exception as error:
+        if "CUDA error" in str(error) or "illegal" in str(error):
+            threading.Timer(0.3, os._exit, [0]).start()  # nothing else runs in such a process
+        return index, time.monotonic() - begun, 0.0, f"{type(error).__name__}: {str(error).strip()[-160:]}"
+
+
+def milliseconds(call: Callable[[], object], cold: Tensor) -> float:
+    """The least of some replays of a CUDA graph, each with cold L2."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    found = []
+    for _ in range(4):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        cold.zero_()
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        found.append(before.elapsed_time(after))
+    del graph
+    torch.cuda.empty_cache()
+    return min(found)
+
+
+def timed(candidate: Candidate, cold: Tensor) -> tuple[float, float]:
+    from tests.gpu import test_token as held
+
+    update = UPDATES[candidate.rule]
+    torch.manual_seed(0)
+    few = held.draw(update, (1, 128, 16, 64, 64), HALF)  # on the host
+    signal = {n: x.repeat(8, 32, *[1] * (x.ndim - 2)) for n, x in few.items()}
+    leaves = {n: x.detach().requires_grad_() for n, x in signal.items()}
+    do = torch.randn_like(signal["v"])
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return token.run(update, signal, None, None)[0]
+
+    def both() -> Any:
+        return torch.autograd.grad(token.run(update, leaves, None, None)[0], list(leaves.values()), do)
+
+    with changed(candidate):
+        return milliseconds(forward, cold), milliseconds(both, cold)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 8))
+    parser.add_argument("--best", type=int, default=5, help="lines of a rule")
+    parser.add_argument("--only", action="append", default=[], help="a rule")
+    parser.add_argument("--plain", action="store_true", help="what the package has, no candidates")
+    given = parser.parse_args()
+    begun, folder = time.monotonic(), mkdtemp()
+    work = [c for c in candidates() if (not given.only or c.rule in given.only) and not (given.plain and c.change)]
+    checked: dict[int, tuple[float, float, str]] = {}
+    pool = multiprocessing.get_context("spawn").Pool(given.processes)
+    pool.map_async(exact, [(rule, folder) for rule in UPDATES], chunksize=1, error_callback=print)
+    for i, candidate in enumerate(work):
+        pool.apply_async(check, ((i, candidate, folder),), callback=lambda r: checked.__setitem__(r[0], r[1:]))
+    share = 0.62 * given.seconds  # the rest is timing's
+    while len(checked) < len(work) and time.monotonic() - begun < share:
+        time.sleep(0.2)
+    pool.terminate()
+    done = time.monotonic() - begun
+    right = [i for i in sorted(checked) if not checked[i][2]]
+    cold = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    times: dict[int, tuple[float, float]] = {}
+    for i in right:
+        if time.monotonic() - begun > given.seconds:
+            break
+        try:
+            times[i] = timed(work[i], cold)
+        except Exception as error:
+            checked[i] = (*checked[i][:2], f"{type(error).__name__}: {str(error).strip()[-120:]}")
+    for rule in dict.fromkeys(c.rule for c in work):
+        mine = [i for i in times if work[i].rule == rule]
+        by_forward = sorted(mine, key=lambda i: times[i][0])
+        by_back = sorted(mine, key=lambda i: times[i][1] - times[i][0])
+        for i in dict.fromkeys([i for i in mine if not work[i].change] + by_back[: given.best] + by_forward[:2]):
+            forward, both = times[i]
+            said = f"{forward:.2f} / {both:.2f}, back {both - forward:.2f}, {checked[i][1]:.0e} off"
+            print(f"{rule} {work[i].name}: {said}")
+    for i in sorted(checked):
+        if checked[i][2]:
+            print(f"WRONG {work[i].rule} {work[i].name}: {checked[i][2]}"[:200])
+    late = [f"{work[i].rule} {work[i].name}" for i in range(len(work)) if i not in checked]
+    slowest = max((x[0] for x in checked.values()), default=0.0)
+    print(f"{len(work)} candidates, {len(right)} right, {len(times)} timed; checked in {done:.0f} s ({slowest:.0f})")
+    print("late:", "; ".join(late)[:600])
+
+
+if __name__ == "__main__":
+    main()
