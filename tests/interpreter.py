@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import json
+import importlib
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import traceback
+import pkgutil
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
+
+from tests.forked import Server, serve
 
 # A comparison of scalars is boolean, but made a tensor it takes the type of what was compared, and 3.9 wants boolean
 # masks: `mask=inside & (row >= 0)` is right in Triton and refused by its interpreter.
@@ -33,41 +28,19 @@ libdevice.pow = lambda a, b: tl.exp(tl.log(a) * b)
 """
 
 
-_SECONDS = 300
-
-
-class _Server:
-    """A process that has imported what all programs need, and forks itself for each."""
-
-    def __init__(self) -> None:
-        root = Path(__file__).resolve().parents[1]
-        path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH")) if p)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.interpreter"],
-            cwd=root, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def run(self, program: str) -> tuple[int, str]:
-        """Its exit status and what it said."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(program) + "\n")
-        self.process.stdin.flush()
-        status, said = json.loads(self.process.stdout.readline())
-        return status, said
-
-
-_server = cache(_Server)  # one for every test process, with which it ends
+@cache
+def server() -> Server:
+    """One for every test process."""
+    return Server("tests.interpreter", {"TRITON_INTERPRET": "1"})
 
 
 def interpret(program: str) -> None:
     """Run a program whose assertions must hold; what it says is shown where they do not."""
-    status, said = _server().run(program)
+    ((status, said),) = server().run(program)
     assert status == 0, said
 
 
-def serve() -> None:
-    """Answer programs, one a line, until there are no more."""
+def _prepare() -> None:
     import torch._dynamo  # noqa: F401
     import triton  # noqa: F401
 
@@ -79,35 +52,21 @@ def serve() -> None:
         exec(patch, {})
     quicker.patch()
     exec(os.environ.get("INTERPRETER_FIRST", ""), {})  # what a tool wants of every program
-    gc.freeze()  # what is imported is no garbage of any program, and looking at it would copy its memory
-    for line in sys.stdin:
-        with tempfile.TemporaryFile() as said:
-            child = os.fork()
-            if child == 0:
-                _become(json.loads(line), said.fileno())
-            _, status = os.waitpid(child, 0)
-            said.seek(0)
-            print(json.dumps((status, said.read().decode(errors="replace"))), flush=True)
+    _read_kernels()
 
 
-def _become(program: str, says: int) -> NoReturn:
-    """The process of a program, which is its main module."""
-    for stream in (1, 2):
-        os.dup2(says, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.alarm(_SECONDS)
-    sys.modules["__main__"] = main = ModuleType("__main__")
-    status = 1
-    try:
-        exec(compile(program, "<string>", "exec"), main.__dict__)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _read_kernels() -> None:
+    """Import every kernel, and make of it what is interpreted, once for all programs."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    import axes.kernels
+
+    for module in pkgutil.walk_packages(axes.kernels.__path__, "axes.kernels."):
+        with suppress(ImportError):  # which a program that needs it says
+            for x in [*vars(importlib.import_module(module.name)).values()]:
+                if isinstance(x, InterpretedFunction):
+                    x.rewrite()
 
 
 if __name__ == "__main__":
-    serve()
+    serve(_prepare)

@@ -1,4 +1,4 @@
-"""Several processes of a test on this machine, which meet over gloo.
+"""Several processes of a test on this machine, which meet over gloo: forks of one that has imported torch and axes.
 
 A process ends without Python's finalisation. Where DDP, DTensor or FSDP used a group, torch keeps its threads alive
 behind `destroy_process_group`, and one that still frees a tensor while Python finalises aborts the process: seen once
@@ -6,35 +6,43 @@ in a thousand green runs, on a loaded machine.
 """
 
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300  # for the whole of a test's processes
+from tests import interpreter
+from tests.forked import Server, serve
+
+_PROGRAM = """
+import os, runpy, sys, warnings
+warnings.simplefilter("ignore")
+sys.argv = {}
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def run(file: str, folder: Path, world: int, *more: str) -> None:
-    """`python FILE RANK WORLD FOLDER *MORE` for every rank; raises with what the processes that failed wrote."""
-    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+@cache
+def _server() -> Server:
+    """One for every test process."""
+    return Server("tests.processes", {})
+
+
+def run(file: str, folder: Path, world: int, *more: str, interpreted: bool = False) -> None:
+    """`python FILE RANK WORLD FOLDER *MORE` for every rank, with kernels interpreted or none; raises with what the
+    processes that failed wrote."""
     given = str(world), str(folder), *more
-    command = [sys.executable, "-W", "ignore", file]
-    running = [subprocess.Popen([*command, str(rank), *given], env=env) for rank in range(world)]
-    try:
-        codes = [process.wait(SECONDS) for process in running]
-    finally:
-        for process in running:
-            process.kill()
+    server = interpreter.server() if interpreted else _server()
+    ended = server.run(*(_PROGRAM.format([file, str(rank), *given]) for rank in range(world)))
     failed = [path.read_text() for path in sorted(folder.glob("failed-*"))]
-    assert not failed and not any(codes), "\n".join(failed) or f"exit codes {codes}"
+    assert not failed and not any(code for code, _ in ended), "\n".join([*failed, *(said for _, said in ended)])
 
 
 @contextmanager
@@ -52,3 +60,15 @@ def joined() -> Iterator[tuple[Path, list[str]]]:
     store.set(f"{rank} is done", "")  # a connection that closes early can cost its peer's last message
     store.wait([f"{other} is done" for other in range(world)])
     os._exit(0)
+
+
+def _prepare() -> None:
+    from torch.distributed import fsdp, tensor  # noqa: F401
+
+    import axes.depth
+    import axes.optim
+    import axes.sequence  # noqa: F401
+
+
+if __name__ == "__main__":
+    serve(_prepare)

@@ -68,7 +68,7 @@ def test_no_output_depends_on_a_later_token(sequence: str, depth: str) -> None:
     assert float(difference[7:].max()) > 1e-6
 
 
-@pytest.mark.parametrize(("sequence", "depth"), drawn(EVERY, 2))
+@pytest.mark.parametrize(("sequence", "depth"), drawn(EVERY, 4))
 def test_step_agrees_with_forward(sequence: str, depth: str) -> None:
     model = build(sequence, depth)
     window = tokens(2, 19)

@@ -403,7 +403,7 @@ SMOKE = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(("sequence", "optimizer", "depth"), drawn(SMOKE, 6))
+@pytest.mark.parametrize(("sequence", "optimizer", "depth"), drawn(SMOKE, 12))
 def test_every_system_trains_for_twenty_steps(
     text: str, tmp_path: Path, sequence: str, optimizer: str, depth: str
 ) -> None:

@@ -60,12 +60,9 @@ NOTHING = (
 )
 
 
-def test_nothing_of_the_register_is_loaded() -> None:
-    assert dict(zip(NOTHING, loaded(*NOTHING), strict=True)) == dict.fromkeys(NOTHING, ([], []))
-
-
-def test_a_claim_loads_its_own_group() -> None:
-    (modules, files), (more, read) = loaded(command("explain", "K01"), command("explain", "e08"))
+def test_nothing_of_the_register_is_loaded_but_for_a_claim_and_of_it_the_claims_group() -> None:
+    *nothing, (modules, files), (more, read) = loaded(*NOTHING, command("explain", "K01"), command("explain", "e08"))
+    assert dict(zip(NOTHING, nothing, strict=True)) == dict.fromkeys(NOTHING, ([], []))
     assert "axes.claims.register" in modules and not [m for m in modules if m.startswith("axes.claims.checks.")]
     assert files == ["K.toml", "index.toml"]
     assert [m for m in more if m.startswith("axes.claims.checks.")] == ["axes.claims.checks.e_capacity"]

@@ -198,7 +198,7 @@ def test_double_backward() -> None:
         assert torch.autograd.gradcheck(loss, h) and torch.autograd.gradgradcheck(loss, h)
 
 
-@pytest.mark.parametrize("cls", drawn(ALL, 2), ids=lambda c: c.name)
+@pytest.mark.parametrize("cls", drawn(ALL, 4), ids=lambda c: c.name)
 def test_compiled_and_checkpointed(cls: type[DepthMixer]) -> None:
     m = cls(D, 1)
     with torch.no_grad():

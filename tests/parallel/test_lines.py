@@ -22,7 +22,6 @@ from axes import catalogue, parallel
 from axes.kernels.common import line as lines
 from axes.models.options import accepted_options
 from axes.parallel import split as ways
-from tests import quicker
 from tests.processes import joined, run
 
 TOKENS = 6
@@ -30,9 +29,8 @@ CLOSE = 2e-5
 
 
 @pytest.mark.parametrize("name", ["linear-attention", pytest.param("gated-delta-net", marks=pytest.mark.slow)])
-def test_a_split_layer_repeats_its_exchanges(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    run(__file__, tmp_path, 2, name)
+def test_a_split_layer_repeats_its_exchanges(name: str, tmp_path: Path) -> None:
+    run(__file__, tmp_path, 2, name, interpreted=True)
 
 
 def _compare(name: str) -> None:
@@ -75,7 +73,6 @@ def _compare(name: str) -> None:
 
 
 if __name__ == "__main__":
-    quicker.patch()
     with joined() as (_, names):
         ways.PICKED = True
         for layer_name in names:

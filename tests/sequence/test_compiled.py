@@ -112,12 +112,12 @@ def test_what_runs_need_of_a_tuple_is_known_before(cls: type[SequenceLayer]) -> 
 
 
 def alike() -> Iterator[list[type[SequenceLayer]]]:
-    """Layers of one kind of block around one kind of memory, six at a time: what has its own code is drawn from."""
+    """Layers of one kind of block around one kind of memory, a dozen at a time: what has its own code is drawn from."""
     kinds: dict[Any, list[type[SequenceLayer]]] = {}
     for cls in ALL:
         kinds.setdefault((type(cls.block), cls.update.parts().memory.kind), []).append(cls)
     for kind in kinds.values():
-        yield from (kind[i : i + 6] for i in range(0, len(kind), 6))
+        yield from (kind[i : i + 12] for i in range(0, len(kind), 12))
 
 
 @pytest.mark.parametrize("cls", one_of_each(alike()), ids=lambda cls: cls.name)
