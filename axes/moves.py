@@ -27,7 +27,7 @@ from axes.core.costs import Alignment, Cost, Given, Ridge, SquaredError
 from axes.core.declared import Declared
 from axes.core.memory import Matrix, Parameter
 from axes.core.monoids import Decay, Diagonal, Hadamard, Identity, Monoid, Product, Scalar
-from axes.core.rates import Formula, Per, Rate
+from axes.core.rates import Complement, Formula, Per, Rate, rate_shape
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, IllegalUpdate, UnknownName
 
@@ -228,8 +228,8 @@ def _without_gates(monoid: Monoid) -> tuple[Monoid, bool]:
 
 
 def _scheduled(rate: Rate) -> Rate:
-    if isinstance(rate, Per) and rate.shape != "scalar":
-        raise IllegalUpdate(f"{rate!r} is a rate of every {rate.shape}; a training step has one number")
+    if rate_shape(rate) != "scalar":
+        raise IllegalUpdate(f"{rate!r} is a rate of every {rate_shape(rate)}; a training step has one number")
     return RATE if isinstance(rate, Per) else _inside(rate, lambda per: RATE)
 
 
@@ -244,6 +244,8 @@ def _named(rate: Rate, old: Per, new: Per) -> Rate:
 def _inside(rate: Rate, renamed: Callable[[Per], Per]) -> Rate:
     if isinstance(rate, Per):
         return renamed(rate)
+    if isinstance(rate, Complement):
+        return Complement(renamed(rate.of))
     if isinstance(rate, Formula):
         return Formula(rate.operation, tuple(_inside(x, renamed) for x in rate.inputs))
     return rate

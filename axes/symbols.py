@@ -23,7 +23,7 @@ from axes.core.costs import Cost, Linear
 from axes.core.geometry import Geometry
 from axes.core.monoids import Monoid
 from axes.core.parts import Parts
-from axes.core.rates import Count, Formula, Per, Rate, Variable, rate_shape
+from axes.core.rates import Complement, Count, Formula, Per, Rate, Variable, rate_shape
 from axes.core.state_update import StateUpdate
 
 _NAMES = {
@@ -158,6 +158,8 @@ def rate(value: Rate, tight: bool = False) -> str:
         return _NAMES.get(value.name, rf"\mathrm{{{value.name.replace('_', '-')}}}_t")
     if isinstance(value, Count):
         return "t"
+    if isinstance(value, Complement):
+        return f"(1 - {rate(value.of)})"
     if isinstance(value, Formula):
         text = _formula(value)
         return f"({text})" if tight and value.operation in "+->" else text

@@ -9,12 +9,12 @@ from axes.core.algorithms import Step
 from axes.core.costs import Alignment
 from axes.core.geometry import Euclidean
 from axes.core.monoids import DPLR, Diagonal, Identity, Product, Rotation, Scalar
-from axes.core.rates import Per
+from axes.core.rates import Complement, Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
 from axes.sequence.blocks_mamba import SSD
-from axes.sequence.charts import SSM, Constant, Exponential, LogSigmoid, Tied
+from axes.sequence.charts import SSM, Constant, Exponential, LogSigmoid
 from axes.sequence.features import Quadratic, Taylor
 
 
@@ -356,7 +356,9 @@ class HGRN2(SequenceLayer):
   eprint={2404.07904},
   archivePrefix={arXiv}
 }"""
-    update = StateUpdate(Alignment(), Euclidean(), Diagonal("decay"), Step(Per("write", "key")))
+    update = StateUpdate(
+        Alignment(), Euclidean(), Diagonal("decay"), Step(Complement(Per("decay", "key", "unit")))
+    )
     block = Standard(
         conv=0,
         activation=None,
@@ -364,7 +366,7 @@ class HGRN2(SequenceLayer):
         keys=False,
         key_norm=False,
         output_gate=None,
-        charts=(("decay", Tied(LogSigmoid(bias=None), "write")),),
+        charts=(("decay", LogSigmoid(bias=None)),),
     )
 
 

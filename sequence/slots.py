@@ -9,14 +9,14 @@ from axes.core.costs import Alignment
 from axes.core.geometry import Entropic
 from axes.core.memory import BoundedList
 from axes.core.monoids import Diagonal, Identity
-from axes.core.rates import Per
+from axes.core.rates import Complement, Per
 from axes.core.state_update import StateUpdate
 from axes.sequence.base import SequenceLayer
 from axes.sequence.blocks import Standard
-from axes.sequence.charts import Exponential, LogSigmoid, Tied
+from axes.sequence.charts import Exponential, LogSigmoid
 
 _SLOTS = 64
-_WRITE = Per("write", "own", size=_SLOTS)
+_DECAY, _WRITE = Per("decay", "own", "unit", size=_SLOTS), Per("write", "own", size=_SLOTS)
 
 
 @final
@@ -42,8 +42,8 @@ class GSA(SequenceLayer):
     update = StateUpdate(
         Alignment(),
         Entropic(),
-        Diagonal(Per("decay", "own", "unit", size=_SLOTS), "slot"),
-        Step(_WRITE),
+        Diagonal(_DECAY, "slot"),
+        Step(Complement(_DECAY)),
         BoundedList(_SLOTS),
     )
     block = Standard(
@@ -54,7 +54,7 @@ class GSA(SequenceLayer):
         value_map="silu",
         read_map="silu",
         output_gate=None,
-        charts=(("decay", Tied(LogSigmoid(bias=None, temperature=8.0), "write")),),
+        charts=(("decay", LogSigmoid(bias=None, temperature=8.0)),),
     )
 
 

@@ -55,7 +55,9 @@ def diagonal_chain(
     q, k, v, g, beta=None, *, erase=None, a=None, b=None, initial_state=None, rule="write", early=False, bonus=None, **_
 ) -> tuple[Tensor, Tensor]:
     """S_t = S_{t-1} Diag(e^{g_t}) + beta_t (v_t - S' a_t) k_t^T, or S_{t-1} (Diag(e^{g_t}) + a_t b_t^T) + v_t k_t^T;
-    with bonus o_t = (S_{t-1} + beta_t v_t (bonus * k_t)^T) q_t."""
+    with bonus o_t = (S_{t-1} + beta_t v_t (bonus * k_t)^T) q_t; "average" writes (1 - e^{g_t}) * k_t."""
+    if rule == "average":
+        k, rule = _grouped(k, v.shape[2]) * (1 - g.exp()), "write"
     return _chain(q, k, v, g, beta, erase, initial_state, rule, early, a, b, bonus)
 
 

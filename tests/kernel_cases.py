@@ -33,6 +33,7 @@ from axes.kernels.common.gluon import gl, gluon, mbarrier
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.warpgroup import retire
 from axes.kernels.diagonal import hopper as hopper_diagonal
+from axes.kernels.diagonal import rows as rows_module
 from axes.kernels.diagonal.chain import diagonal_chain
 from axes.kernels.diagonal.rows import rows_chain
 from axes.kernels.diagonal_delta import chain as diagonal_delta
@@ -251,11 +252,16 @@ def modes(shared: bool = False) -> Callable[[], None]:
     return run
 
 
-def rows(d_k: int, d_v: int, dtype: torch.dtype = HALF) -> Callable[[], None]:
+def rows(
+    d_k: int, d_v: int, dtype: torch.dtype = HALF, average: bool = False, plain: bool = False
+) -> Callable[[], None]:
     def run() -> None:
         q, k = (torch.randn(2, 256, 2, d_k, dtype=dtype, requires_grad=True) for _ in range(2))
         v = torch.randn(2, 256, 2, d_v, dtype=dtype, requires_grad=True)
-        both(rows_chain(q, k, v, (-torch.rand(2, 256, 2, d_v)).requires_grad_(), torch.randn(2, 2, d_v, d_k)))
+        g, start = (-torch.rand(2, 256, 2, d_v)).requires_grad_(), torch.randn(2, 2, d_v, d_k)
+        picked = patch.object(rows_module, "PICKED", plain)
+        with patch.object(hopper_write, "fits", lambda *_: plain), picked:
+            both(rows_chain(q, k, v, g, start, average=average))
 
     return run
 
@@ -344,7 +350,9 @@ def contained() -> None:
     state, channels = torch.zeros(2, 2, 128, 128), -torch.rand(*q.shape)
     for rule, gate, a, b in (("delta", g, None, None), ("write", channels, None, None), ("dplr", channels, q, k)):
         contain_module.contain(v, state, q, k, v, beta, gate, state, None, 64, rule, a, b)
-    contain_module.contain(v, state, q, k, v, None, channels, state, None, 64, "write", by_rows=True)
+    for rule in ("write", "average"):
+        contain_module.contain(v, state, q, k, v, None, channels, state, None, 64, rule, by_rows=True)
+    contain_module.contain(v, state, q, k, v, None, channels, state, None, 64, "average")
     contain_module.contain(v, state, q, k, v, None, channels, state, None, 64, "write", bonus=torch.rand(2, 128))
     two = torch.zeros(2, 2, 128, 2, 128)
     contain_module.contain_two(v, two, q, k, v, torch.rand(*g.shape, 2, 2), *torch.rand(2, *g.shape, 2), two, None, 64)
@@ -556,6 +564,8 @@ CASES: dict[str, Callable[[], None]] = {
     "mass 128": mass(128),
     "hopper diagonal 128": diagonal(HALF, 128, "write", plain=True, strong=False),
     "hopper diagonal 64": diagonal(HALF, 64, "write", plain=True, strong=False),
+    "diagonal average 128": diagonal(HALF, 128, "average", plain=True, strong=False),
+    "diagonal average 64": diagonal(HALF, 64, "average", plain=True, strong=False),
     "diagonal bonus 128": diagonal(HALF, 128, "write", plain=True, strong=False, bonus=True),
     "diagonal bonus 64": diagonal(HALF, 64, "write", plain=True, strong=False, bonus=True),
     "hopper diagonal segments": diagonal(HALF, 128, "write", plain=True, strong=False, cuts=2),
@@ -575,6 +585,9 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper substitution of rows that meet 128": substitution(HALF, 128, 1, plain=True, mixes=True),
     "substitution by rows 128": substitution(HALF, 128, 2),
     "rows 128 x 64": rows(128, 64),
+    "rows average 128 x 64": rows(128, 64, average=True),
+    "hopper rows 128 x 64": rows(128, 64, average=True, plain=True),
+    "hopper rows 64 x 128": rows(64, 128, plain=True),
     "levels 128": levels(128),
     "levels of erasing 128": levels_of_erasing(128),
     "levels 64": levels(64),

@@ -94,7 +94,7 @@ class SequenceRule:
     """One recurrence to be compared.
 
     needs: what a token supplies beyond q, k, v, name -> kind ((small) strength, gate, slow gate, channels, (small)
-    rows, key, pairs, angles, slots, slot strengths, levels; spectrum and bonus are the same for all tokens).
+    rows, key, pairs, angles, slots, levels; spectrum and bonus are the same for all tokens).
     fla: how flash-linear-attention is called, or None where it has no kernel.
     initial: spread of the first memory around its own, as layers have it; None for its own.
     key_width: of q and k, which all heads then share, where it is not that of values; of 1 entry: they are ones.
@@ -136,8 +136,6 @@ class SequenceRule:
                 signal[name] = logsigmoid(3 + draw(*lead, shape.width // 2 if kind == "pairs" else SLOTS))
             elif kind == "levels":
                 signal[name] = 2 * sigmoid(draw(*lead, LEVELS))
-            elif kind == "slot strengths":
-                signal[name] = sigmoid(draw(*lead, SLOTS))
             elif kind == "angles":
                 signal[name] = draw(*lead, shape.width // 2)
             elif kind == "spectrum":
@@ -167,7 +165,7 @@ class SequenceRule:
             shape.width,
             dtype.itemsize,
             numbers=sum(k in ("strength", "small strength", "gate") for k in kinds)
-            + SLOTS * sum("slot" in k for k in kinds)
+            + SLOTS * kinds.count("slots")
             + LEVELS * kinds.count("levels"),
             channels=shape.width * sum(k in ("channels", "rows", "small rows") for k in kinds)
             + shape.width // 2 * sum(k in ("pairs", "angles") for k in kinds),
@@ -278,12 +276,12 @@ def _rwkv6(fla: Any, form: str, s: Signal, **o: Any) -> Any:
 
 
 def _hgrn2(fla: Any, form: str, s: Signal, **o: Any) -> Any:
-    key = (s["k"] * s["write"]).to(s["k"].dtype)
+    key = (s["k"] * -torch.expm1(s["decay"])).to(s["k"].dtype)
     return getattr(fla.gla, f"{form}_gla")(s["q"], key, s["v"], s["decay"], **o)
 
 
 def _gsa(fla: Any, form: str, s: Signal, **o: Any) -> Any:
-    write = s["write"].to(s["q"].dtype)
+    write = -torch.expm1(s["decay"]).to(s["q"].dtype)
     return getattr(fla.gsa, f"{form}_gsa")(s["q"], s["k"], s["v"], write, s["decay"], **o)
 
 
@@ -373,11 +371,11 @@ RULES: tuple[SequenceRule, ...] = (
         erases=True,
     ),
     SequenceRule("rwkv6", RWKV6.update, {"decay": "channels", "bonus": "bonus"}, _rwkv6),
-    SequenceRule("hgrn2", HGRN2.update, {"decay": "channels", "write": "rows"}, _hgrn2),
+    SequenceRule("hgrn2", HGRN2.update, {"decay": "channels"}, _hgrn2),
     SequenceRule("mlstm", MLSTM.update, {"forget": "gate", "input": "strength"}),
     SequenceRule("s4d", S4D.update, {"decay": "pairs", "angle": "angles"}),
     SequenceRule("s5", S5.update, {"decay": "pairs", "angle": "angles"}, key_width=1),
-    SequenceRule("gated slots", GSA.update, {"decay": "slots", "write": "slot strengths"}, _gsa),
+    SequenceRule("gated slots", GSA.update, {"decay": "slots"}, _gsa),
     SequenceRule(
         "row gate",  # what HGRN and RG-LRU compute
         StateUpdate(Alignment(), monoid=Diagonal("decay", side="row")),

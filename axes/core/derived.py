@@ -13,7 +13,8 @@ from axes.core.costs import Linear
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
 from axes.core.memory import List, Matrix, RankOne
-from axes.core.rates import Per, rate_shape
+from axes.core.monoids import Diagonal
+from axes.core.rates import Complement, Per, rate_shape
 from axes.core.state_update import StateUpdate
 
 Feedback = Literal["none", "affine", "nonlinear"]
@@ -61,6 +62,18 @@ def scales_values(update: StateUpdate) -> bool:
     p = update.parts()
     plain = not p.drive_sees_state and not p.step.via and not p.step.debias
     return plain and rate_shape(p.step.rate) == "row" and p.memory.kind == "matrix" and p.h.is_identity
+
+
+@fact
+def averages(update: StateUpdate) -> bool:
+    """Whether every entry of the key, or every row, takes what its gate forgets, and no map but that gate acts:
+    S Diag(a) + v (k (1 - a))^T."""
+    p = update.parts()
+    (gate, *others), rate = factors(p.monoid), p.step.rate
+    if others or not isinstance(gate, Diagonal) or gate.side not in ("key", "row") or not isinstance(rate, Complement):
+        return False
+    plain = p.memory.kind == "matrix" and not p.drive_sees_state and not p.step.via and not p.step.debias
+    return plain and rate.of == gate.gate and p.cost.drives == "target"
 
 
 @fact

@@ -98,6 +98,18 @@ class Per(Variable):
 
 @final
 @dataclass(frozen=True, repr=False)
+class Complement(Variable):
+    """What a unit gate leaves, 1 - e^g of its log g, one for each of its numbers: who writes it averages (HGRN2)."""
+
+    of: Per
+
+    def __post_init__(self) -> None:
+        if self.of.domain != "unit":
+            raise IllegalUpdate(f"Complement: {self.of!r} must be a unit gate, of which something is left")
+
+
+@final
+@dataclass(frozen=True, repr=False)
 class Count(Variable):
     """The number of the datum, from 1: of the step, the token, the layer."""
 
@@ -125,6 +137,8 @@ class Formula(Variable):
                 raise IllegalUpdate(f"Formula: {self.operation!r} takes numbers, rates and formulas, got {x!r}")
             if isinstance(x, Per) and (x.shape != "scalar" or x.domain == "unit"):
                 raise IllegalUpdate(f"Formula: {x!r} must be a scalar rate, positive or real: a formula is one number")
+            if isinstance(x, Complement):
+                raise IllegalUpdate(f"Formula: {x!r} is a rate by itself, and stands in no formula")
             tested = self.operation == "where" and x is self.inputs[0]
             if (isinstance(x, Formula) and x.operation == ">") != tested:
                 raise IllegalUpdate("Formula: a comparison is the first input of where(a > b, x, y), and nothing else")
@@ -173,6 +187,8 @@ def named(rate: Rate) -> Iterator[Per]:
     """The rates by name that it is made of."""
     if isinstance(rate, Per):
         yield rate
+    elif isinstance(rate, Complement):
+        yield rate.of
     elif isinstance(rate, Formula):
         for x in rate.inputs:
             yield from named(x)
@@ -200,6 +216,9 @@ def resolve(rate: Rate, signal: Signal) -> Tensor | float:
         return _apply(rate.operation, [resolve(x, signal) for x in rate.inputs])
     if isinstance(rate, Count):
         return _count(signal)
+    if isinstance(rate, Complement):
+        log = resolve(rate.of, signal)
+        return -torch.expm1(log) if isinstance(log, Tensor) else -math.expm1(log)
     if not isinstance(rate, Per):
         assert not isinstance(rate, Variable)
         return rate
@@ -258,7 +277,8 @@ def extent(per: Per, d_k: int, d_v: int) -> tuple[int, ...]:
 
 
 def rate_shape(rate: Rate) -> Shape:
-    return rate.shape if isinstance(rate, Per) else "scalar"
+    per = rate.of if isinstance(rate, Complement) else rate
+    return per.shape if isinstance(per, Per) else "scalar"
 
 
 def spread(value: Tensor | float, shape: Shape) -> Tensor | float:

@@ -2,6 +2,7 @@
 
     S' = S Diag(e^g), g a number of the head or one of each of its K channels,   o = S q
     write   S <- S' + beta v k^T
+    average S <- S' + beta v (k (1 - e^g))^T
     delta   S <- S' + beta (v - S' a) k^T,  with early S a instead of S' a
     dplr    S <- S' + (S a) b^T + beta v k^T
     turn    S <- S R(angle) Diag(e^g) + beta v k^T, pairs (j, j + K/2) of every row turned
@@ -27,7 +28,7 @@ from axes.kernels.common import layout
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.operators import in_place
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.common.tiles import floored
+from axes.kernels.common.tiles import complement, floored
 
 HELD = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of a state
 _ENTRIES = 512  # of a slot in one program, which is one warp: many small ones hide each other's loads
@@ -75,9 +76,9 @@ def follow(
 ):  # fmt: skip
     """Rows e of a head's state after one token, and the token's query.
 
-    RULE: "write", "delta", "dplr", or "two" strengths, beta of what is erased and b of what is written. GATE: "none",
-    "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else it is k. EVERY: of so many the
-    last has a query."""
+    RULE: "write", "average" (gates of channels or rows), "delta", "dplr", or "two" strengths, beta of what is erased
+    and b of what is written. GATE: "none", "head", "channel" or "row". STRENGTH: beta is given. OTHER: a is given, else
+    it is k. EVERY: of so many the last has a query."""
     query = _vector(q, entry // EVERY, q_row, head // GROUP, d, K)
     key = _vector(k, entry, k_row, head // GROUP, d, K)
     value = _vector(v, entry, v_row, head, e, V)
@@ -85,10 +86,16 @@ def follow(
     if GATE == "head":
         new = old * tl.exp(floored(_number(g, entry, g_row, head)))
     if GATE == "channel":
-        new = old * tl.exp(floored(_vector(g, entry, g_row, head, d, K)))[None, :]
+        log = floored(_vector(g, entry, g_row, head, d, K))
+        new = old * tl.exp(log)[None, :]
+        if RULE == "average":
+            key *= complement(log)
     if GATE == "row":
-        new = old * tl.exp(floored(_vector(g, entry, g_row, head, e, V)))[:, None]
-    if RULE != "write":
+        log = floored(_vector(g, entry, g_row, head, e, V))
+        new = old * tl.exp(log)[:, None]
+        if RULE == "average":
+            value *= complement(log)
+    if RULE != "write" and RULE != "average":
         eraser = key
         if OTHER:
             eraser = _vector(a, entry, a_row, head // GROUP, d, K)
@@ -369,7 +376,7 @@ def chain_step(
     a: Tensor | None = None,
     b: Tensor | None = None,
     turn: Tensor | None = None,
-    rule: Literal["write", "delta", "dplr"] = "write",
+    rule: Literal["write", "average", "delta", "dplr"] = "write",
     early: bool = False,
     index: Tensor | None = None,
     into: Tensor | None = None,
@@ -384,8 +391,9 @@ def chain_step(
     beta (B, HV) strength, None for 1. g log gate, (B, HV) or (B, HV, K), floored at -100, None for no gate.
     turn (K/2,) or (B, HV, K/2): angles by which the pairs (j, j + K/2) of every row of the state turn before its gate;
         for the rule write.
-    rule: "write"; "delta", erasing at `erase` (B, H, K), None for k, after the gate or with `early` (which says
-        nothing to the other rules) before it; "dplr" with a, b (B, H, K).
+    rule: "write"; "average", whose g is of channels: an entry takes what it forgets; "delta", erasing at `erase`
+        (B, H, K), None for k, after the gate or with `early` (which says nothing to the other rules) before it; "dplr"
+        with a, b (B, H, K).
     into, like the state, receives the new state if given, and the state stays as it is. out (B, HV, V) receives o if
         given. Returns o (B, HV, V) in v's dtype.
     ShapeError for shapes, dtypes and devices that do not fit; AxesError if a gradient would be asked for.
@@ -393,8 +401,10 @@ def chain_step(
     who = "chain_step"
     _check_token(who, state, (), q, k, v)
     batch, heads, _ = v.shape
-    if rule not in ("write", "delta", "dplr"):
-        raise ShapeError(f"{who}: rule is write, delta or dplr, not {rule!r}")
+    if rule not in ("write", "average", "delta", "dplr"):
+        raise ShapeError(f"{who}: rule is write, average, delta or dplr, not {rule!r}")
+    if rule == "average" and (g is None or g.ndim != 3):
+        raise ShapeError(f"{who}: rule average writes what the gates of a key's entries forget: g is (B, HV, K)")
     if (rule == "dplr") != (a is not None and b is not None) or (a is None) != (b is None):
         raise ShapeError(f"{who}: the rule dplr takes a and b, and no other rule does")
     if rule != "delta" and erase is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from axes.core.algorithms import Read
 from axes.core.chain import chain
-from axes.core.derived import erases_along_key, no_chain, scales_values
+from axes.core.derived import averages, erases_along_key, no_chain, scales_values
 from axes.core.execution import SHORT
 from axes.core.facts import fact
 from axes.core.legality import factors, gates
@@ -167,7 +167,8 @@ def run(
     elif state is None:
         first = {n: _first(x) for n, x in every_head(update, signal).items()}
         state = update.init(first, weights)
-    share = kind in ("scalar", "diagonal", "entries") and rate_shape(update.parts().step.rate) in ("scalar", "row")
+    share = averages(update) or rate_shape(update.parts().step.rate) in ("scalar", "row")
+    share = share and kind in ("scalar", "diagonal", "entries")
     share = share and not erases_along_key(update)  # whose strengths may be of every head
     share = share and "rotation" not in gates(update.parts().monoid)  # whose angles may be of every head
     if not share:
@@ -298,10 +299,10 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return entries_chain(*args, cu_seqlens=cu_seqlens, **options)  # type: ignore[arg-type]
 
-    def rows(*args: object) -> tuple[Tensor, Tensor]:
+    def rows(*args: object, average: bool) -> tuple[Tensor, Tensor]:
         from axes.kernels.diagonal.rows import rows_chain
 
-        return rows_chain(*args, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]
+        return rows_chain(*args, cu_seqlens=cu_seqlens, average=average)  # type: ignore[arg-type]
 
     def mass() -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None:
         from axes.kernels.scalar.mass import mass_chain
@@ -423,7 +424,7 @@ def _diagonal(
     assert gate is not None
     t, end, turn = _in_frame(element, t, cu_seqlens, kernels)
     write, erase, strength = _strengths(update, signal, t)
-    rule = "delta" if erases(update) else "write"
+    rule = "delta" if erases(update) else "average" if averages(update) else "write"
     early = update.parts().predicts and update.parts().step.at == "prev"
     out, final = kernels.diagonal(
         t.q, write, t.v, gate, strength, erase=erase, initial_state=_start(state), rule=rule, early=early, **turn
@@ -485,7 +486,11 @@ def _entries(
     """Heads that share keys are rows of one."""
     p, shape = update.parts(), t.v.shape
     gate, times, spectrum = _gates_of_entries(update, signal, t)
-    rate, beta, k = resolve(p.step.rate, signal), None, t.k
+    sides = t.k.shape[-1], shape[-1]
+    alone = gate is not None and times is None and spectrum is None and not erases(update) and kernels.rows is not None
+    alone = alone and sides[0] >= _PRODUCTS and max(sides) <= _WIDE_ROWS
+    average = alone and averages(update)  # by kernels that have the gate at hand
+    rate, beta, k = 1.0 if average else resolve(p.step.rate, signal), None, t.k
     named = p.step.rate.name if isinstance(p.step.rate, Per) else None
     tied = times is not None and any(
         isinstance(f, Hadamard) and f.times is not None and f.times.name == named for f in factors(p.monoid)
@@ -502,11 +507,11 @@ def _entries(
         beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
         erase, beta = "gated", beta / (1.0 + beta * length)
     q, start = t.q, _start(state)
-    alone = gate is not None and times is None and spectrum is None and erase == "none"
-    if alone and kernels.rows is not None and k.shape[-1] >= _PRODUCTS and max(k.shape[-1], shape[-1]) <= _WIDE_ROWS:
+    if alone:
+        assert kernels.rows is not None
         every = every_head(update, {"q": q, "k": k, "v": t.v})
         written = t.v if beta is None else scaled(t.v, beta)
-        out, final = kernels.rows(every["q"], every["k"], written, gate, start)
+        out, final = kernels.rows(every["q"], every["k"], written, gate, start, average=average)
         return out, _after(state, t.v, (final,))
     one = q.shape[2] == 1 and k.shape[2] == 1 and shape[2] > 1
     v, gate, times, beta = (x if x is None or not one else x.flatten(2)[:, :, None] for x in (t.v, gate, times, beta))
@@ -606,6 +611,8 @@ def _strengths(
         if two and last is not None:
             return t.k, None, _numbers(last, signal, t.v)
         return t.k, _erased(update, signal, t.k), None
+    if averages(update):  # whose kernels have the gate at hand
+        return t.k, None, None
     rate = 1.0 if scales_values(update) else resolve(step.rate, signal)
     if rate_shape(step.rate) == "key":  # a step size for every key entry bends the write away from the key
         return scaled(t.k, rate), t.k if erases(update) else None, None
@@ -652,7 +659,8 @@ def _element(update: StateUpdate, signal: Signal, k: Tensor) -> Element:
     shape = (*k.shape[:-1], 1, k.shape[-1])
     like = k.new_empty((), dtype=torch.float32).expand(shape)  # many tokens turn by an angle's digits
     monoid = product(factors(p.monoid)[:-1]) if erases_along_key(update) else p.monoid
-    return monoid.element(signal, resolve(p.step.rate, signal), like)
+    rate = 1.0 if averages(update) else resolve(p.step.rate, signal)  # which no gate of its own hears
+    return monoid.element(signal, rate, like)
 
 
 def _log_gate(element: Element, shape: torch.Size, like: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from axes.core.geometry import Euclidean
 from axes.core.legality import factors
 from axes.core.memory import BoundedList, Solved, normalised
 from axes.core.monoids import Diagonal, Monoid, product
-from axes.core.rates import Per, Shape, Signal, resolve
+from axes.core.rates import Complement, Per, Shape, Signal, resolve
 from axes.core.state_update import State, StateUpdate
 
 _Widths = tuple[tuple[int, int] | None, tuple[int, int] | None]
@@ -41,9 +41,23 @@ class _Passes(NamedTuple):
 
 @fact
 def passes(update: StateUpdate) -> _Passes:
-    """Of a bounded memory; gates keep their names."""
-    monoid = update.parts().monoid
-    return _Passes(*(StateUpdate(Alignment(), Euclidean(), _on(monoid, side), Step()) for side in ("row", "key")))
+    """Of a bounded memory; gates keep their names. Slots that take what they forget are chains that say so."""
+    monoid, rate = update.parts().monoid, update.parts().step.rate
+    found = []
+    for side in ("row", "key"):
+        own = _of(rate.of, side) if isinstance(rate, Complement) and _averages(update) else None
+        step = Step() if own is None else Step(Complement(own))
+        found.append(StateUpdate(Alignment(), Euclidean(), _on(monoid, side), step))
+    return _Passes(*found)
+
+
+@fact
+def _averages(update: StateUpdate) -> bool:
+    """Whether slots take what their one gate forgets, undebiased: then writes are ones."""
+    p = update.parts()
+    (gate, *others), rate = factors(p.monoid), p.step.rate
+    known = not others and isinstance(gate, Diagonal) and isinstance(rate, Complement) and rate.of == gate.gate
+    return known and not p.step.debias
 
 
 def widths(update: StateUpdate, of: tuple[int, int] | None) -> _Widths:
@@ -59,9 +73,14 @@ def _on(monoid: Monoid, side: Shape) -> Monoid:
     for f in factors(monoid):
         if isinstance(f, Diagonal):
             assert isinstance(f.gate, Per)
-            f = Diagonal(replace(f.gate, shape=side, size=None), side)  # type: ignore[arg-type]
+            f = Diagonal(_of(f.gate, side), side)  # type: ignore[arg-type]
         parts.append(f)
     return product(parts)
+
+
+def _of(gate: Per, side: Shape) -> Per:
+    """A gate of slots as one of rows, or of keys."""
+    return replace(gate, shape=side, size=None)
 
 
 def run(update: StateUpdate, signal: Signal, state: State, batch: int, compute: Compute) -> tuple[Tensor, State]:
@@ -149,6 +168,8 @@ def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     """How much of a token every slot takes, (..., T, m)."""
     p = update.parts()
     assert isinstance(p.memory, BoundedList)
+    if _averages(update):  # whole, since both chains want it so
+        return k.new_ones(*k.shape[:-1], p.memory.slots)
     rate = resolve(p.step.rate, signal)
     if isinstance(p.step.rate, Per) and p.step.rate.shape == "scalar" and isinstance(rate, Tensor) and rate.ndim:
         rate = rate[..., None]

@@ -72,7 +72,7 @@ from axes.core.monoids import (
     Scalar,
     Zero,
 )
-from axes.core.rates import Count, Per, maximum, minimum, where
+from axes.core.rates import Complement, Count, Per, maximum, minimum, where
 from axes.core.state_update import OnUpdate, StateUpdate
 
 BETA, ROW_BETA = Per("beta"), Per("row_beta", "row")
@@ -455,6 +455,9 @@ SEQUENTIAL = {
                 ),
             ),
         ),
+    ),
+    "average of what the gates of its keys forget": StateUpdate(
+        Alignment(), monoid=Diagonal("decay"), algorithm=Step(Complement(Per("decay", "key", "unit")))
     ),
     "max pooling": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(write="max")),
     "delta rule that keeps the larger": StateUpdate(

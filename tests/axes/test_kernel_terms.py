@@ -17,7 +17,7 @@ from axes.core.costs import Alignment, Linear, Ridge, SquaredError
 from axes.core.execution import several as repeated
 from axes.core.memory import Entries, normalised
 from axes.core.monoids import DPLR, Diagonal, Hadamard, Householder, Product, Rotation, Scalar, rotate
-from axes.core.rates import Per
+from axes.core.rates import Complement, Per
 from axes.core.state_update import StateUpdate
 from axes.routes import dispatch, early, several
 from axes.routes import kernel_terms as terms
@@ -55,6 +55,15 @@ UPDATES = {
         StateUpdate(Alignment(), monoid=Product((Diagonal("paired", side="pair"), Rotation()))), "diagonal",
     ),
     "diagonal": (StateUpdate(Alignment(), monoid=Diagonal("wide")), "diagonal"),
+    "average": (StateUpdate(Alignment(), monoid=WIDE, algorithm=Step(Complement(WIDE.gate))), "diagonal"),
+    "an average and a gate of the state": (
+        StateUpdate(Alignment(), monoid=Product((Scalar("decay"), WIDE)), algorithm=Step(Complement(WIDE.gate))),
+        "diagonal",
+    ),
+    "an average by another gate": (
+        StateUpdate(Alignment(), monoid=WIDE, algorithm=Step(Complement(Per("other", "key", "unit")))), "diagonal",
+    ),
+    "average of rows": (StateUpdate(Alignment(), monoid=ROWED, algorithm=Step(Complement(ROWED.gate))), "entries"),
     "diagonal delta": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="gated")), "diagonal"),
     "diagonal early": (StateUpdate(SquaredError(), monoid=Diagonal("wide"), algorithm=Step(BETA)), "diagonal"),
     "diagonal implicit": (StateUpdate(SquaredError(), monoid=WIDE, algorithm=Step(BETA, at="new")), "diagonal"),
@@ -128,8 +137,10 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
     mass.mass_chain = chains.mass_chain  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, mass.__name__, mass)
     rows = ModuleType("axes.kernels.diagonal.rows")
-    rows.rows_chain = lambda q, k, v, g, start, *, cu_seqlens: chains.entries_chain(  # type: ignore[attr-defined]
-        q, k, v, g, initial_state=start, cu_seqlens=cu_seqlens
+    rows.rows_chain = lambda q, k, v, g, start, *, cu_seqlens, average: (  # type: ignore[attr-defined]
+        chains.entries_chain(
+            q, k, v * (1 - g.exp()) if average else v, g, initial_state=start, cu_seqlens=cu_seqlens
+        )
     )
     monkeypatch.setitem(sys.modules, rows.__name__, rows)
     mass = ModuleType("axes.kernels.rows.mass")

@@ -37,14 +37,16 @@ def loop(q, k, v, beta=None, g=None, erase=None, a=None, b=None, initial_state=N
         if g is not None:
             gate = g[t].double().clamp_min(-100).exp()
             kept = state * (gate[:, None, None] if gate.ndim == 1 else gate[:, None, :])
-        value = v[t].double()
+        value, key = v[t].double(), k[t]
+        if rule == "average":
+            key = key * (1 - gate)
         if rule == "delta":
             value = value - ((state if early else kept) @ (k if erase is None else erase)[t][..., None])[..., 0]
         if rule == "dplr":
             kept = kept + (state @ a[t][..., None]) * b[t][:, None, :]
         if beta is not None:
             value = value * beta[t].double()[:, None]
-        state = kept + value[..., None] * k[t][:, None, :]
+        state = kept + value[..., None] * key[:, None, :]
         outputs.append((state @ q[t][..., None])[..., 0])
     return torch.stack(outputs) if outputs else v.double(), state
 
@@ -90,6 +92,7 @@ LENGTH, AT = 38, 35  # in the second chunk
         ("scalar", "write", False, ""),
         ("scalar", "delta", True, "erase"),
         ("diagonal", "write", False, ""),
+        ("diagonal", "average", False, ""),
         ("diagonal", "delta", False, ""),
         ("diagonal", "dplr", False, "a b"),
     ],

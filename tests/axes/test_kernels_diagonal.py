@@ -24,8 +24,9 @@ from axes.kernels.diagonal.chain import diagonal_chain
 
 torch.manual_seed(0)
 
-def token_loop(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None):
+def token_loop(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None, average=False):
     q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+    k = k * (1 - g.exp()) if average else k
     written = v if beta is None else v * beta[..., None]
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outs, last = [], []
@@ -46,6 +47,8 @@ def draw(length, d_k, d_v, dtype, kind, b=2, h=1, hv=2, units=None, bonus=False)
     q, k = (normalize(torch.randn(b, length, h, d_k), dim=-1) for _ in range(2))
     v = torch.randn(b, length, hv, d_v)
     g = -torch.exp(torch.linspace(-6, 0, d_k)) * torch.rand(b, length, hv, d_k) / (20 if kind == "mild" else 1)
+    if kind == "open":  # what they forget is little, and keys are long
+        g, k = -1e-5 * torch.rand_like(g), 1e5 * k
     if kind == "closed":
         g = torch.where(torch.rand_like(g) < 0.2, -1e3, 10 * g)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -62,8 +65,8 @@ def run(rule, inputs, do, dfinal, **more):
     grads = torch.autograd.grad((o, final), list(leaves.values()), (do.to(o.dtype), dfinal.to(final.dtype)))
     return dict(o=o, final=final) | {f"d{n}": x for n, x in zip(leaves, grads)}
 
-def rule(start=None, **given):
-    return diagonal_chain(**given, initial_state=start)
+def rule(start=None, average=False, **given):
+    return diagonal_chain(**given, initial_state=start, rule="average" if average else "write")
 
 def check(length, d_k, d_v, dtype, kind, bound, units=None, bonus=False, **more):
     inputs = draw(length, d_k, d_v, dtype, kind, units=units, bonus=bonus, **(dict(b=1) if units else {}))
@@ -79,7 +82,8 @@ def check(length, d_k, d_v, dtype, kind, bound, units=None, bonus=False, **more)
 ROWS = r"""
 from axes.kernels.diagonal.rows import rows_chain
 
-def rows_loop(q, k, v, g, start=None, cu_seqlens=None):
+def rows_loop(q, k, v, g, start=None, cu_seqlens=None, average=False):
+    v = v * (1 - g.exp()) if average else v
     outs, states = [], []
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     for u, (first, end) in enumerate(zip(ends, ends[1:])):
@@ -111,6 +115,8 @@ rows(1, 16, 3, torch.float32, "random", 3e-6)
 rows(20, 16, 3, torch.float32, "bare", 3e-6)
 rows(40, 17, 40, torch.float32, "random", 3e-6, units=3, cu_seqlens=torch.tensor([0, 3, 33, 40]))
 rows(70, 16, 20, torch.float16, "mild", 4e-3)
+rows(33, 20, 5, torch.float32, "closed", 3e-6, average=True)
+rows(41, 17, 20, torch.float32, "random", 3e-6, units=3, average=True, cu_seqlens=torch.tensor([0, 3, 33, 41]))
 """,
     "full": """
 check(40, 16, 16, torch.float32, "random", 3e-6)
@@ -125,13 +131,14 @@ check(65, 20, 16, torch.float16, "closed", 3e-3)
 from axes.kernels.diagonal import chain as diagonal, hopper as hopper_diagonal
 from axes.kernels.scalar import hopper_write
 
-def forward(q, k, v, g, beta, start, mild, keep, bonus):  # the Hopper pass: leaves P of chunks not mild
+def forward(q, k, v, g, beta, start, mild, keep, bonus, average):  # the Hopper pass: leaves P of chunks not mild
     (b, t, h, d_k), (hv, d_v) = q.shape, v.shape[2:]
     cut, state = diagonal.layout(b, t, 64), start
+    k = k.repeat_interleave(hv // h, 2) * (1 - g.exp()) if average else k
     o, totals = torch.empty_like(v), g.new_empty(cut.slots, hv, d_k)
     scores = q.new_zeros(cut.slots, hv, 64, 64)
     for n, at in enumerate(range(0, t, 64)):
-        cq, ck = (x[:, at : at + 64].float().repeat_interleave(hv // h, 2).transpose(1, 2) for x in (q, k))
+        cq, ck = (x[:, at : at + 64].float().repeat_interleave(hv // x.shape[2], 2).transpose(1, 2) for x in (q, k))
         u, log = ((x.transpose(1, 2))[:, :, at : at + 64] for x in (v * beta[..., None], g.clamp(min=-100)))
         run = log.cumsum(2)
         total, read = run[:, :, -1:], run if bonus is None else run - log
@@ -145,13 +152,15 @@ def forward(q, k, v, g, beta, start, mild, keep, bonus):  # the Hopper pass: lea
         state = state * total.exp() + u.mT @ (ck * (total - run).exp())
     return o, state, scores, totals
 
-def states(q, k, v, g, beta, start):
-    return diagonal._pass_over(k, v, beta, g, start, diagonal.layout(*k.shape[:2], 64), reverse=False)
+def states(q, k, v, g, beta, start, average):
+    cut = diagonal.layout(*k.shape[:2], 64)
+    return diagonal._pass_over(k, v, beta, g, start, cut, reverse=False, average=average)
 
 hopper_write.fits, hopper_diagonal.forward, hopper_diagonal.states = lambda q, v: True, forward, states
 check(70, 16, 20, torch.float16, "mild", 3e-3)
 check(130, 20, 16, torch.float16, "closed", 3e-3)
 check(130, 20, 16, torch.float16, "closed", 3e-3, bonus=True)
+check(130, 20, 16, torch.float16, "closed", 3e-3, average=True)
 
 b, n, s, l, hv, d_k, d_v = 2, 7, 3, 3, 2, 16, 32  # the last segment is short
 constants, totals, edge = torch.randn(b, s, hv, d_v, d_k), -torch.rand(b, n, hv, d_k), torch.randn(b, hv, d_v, d_k)
@@ -173,6 +182,15 @@ check(33, 5, 20, torch.float32, "closed", 3e-6, bonus=True)
 check(1, 16, 3, torch.float32, "bare", 3e-6, bonus=True)
 check(70, 16, 20, torch.float16, "mild", 3e-3, bonus=True)
 check(41, 16, 16, torch.float32, "random", 3e-6, units=4, bonus=True, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))
+""",
+    "average": """
+check(40, 16, 16, torch.float32, "random", 3e-6, average=True)
+check(33, 5, 20, torch.float32, "closed", 3e-6, average=True)
+check(1, 16, 3, torch.float32, "bare", 3e-6, average=True)
+check(40, 16, 16, torch.float32, "open", 3e-6, average=True)
+check(70, 16, 20, torch.float16, "mild", 4e-3, average=True)
+check(65, 20, 16, torch.float16, "closed", 3e-3, average=True)
+check(41, 16, 16, torch.float32, "random", 3e-6, units=4, average=True, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))
 """,
     "packed": """
 check(41, 16, 16, torch.float32, "random", 3e-6, units=4, cu_seqlens=torch.tensor([0, 0, 1, 34, 41]))
@@ -203,7 +221,7 @@ def arguments() -> dict[str, torch.Tensor | None]:
         ({"initial_state": torch.zeros(2, 4, 8, 5)}, "initial_state is floating point of shape"),
         ({"erase": torch.zeros(2, 3, 2, 8)}, 'erase belongs to rule "delta"'),
         ({"rule": "dplr"}, 'a and b to rule "dplr"'),
-        ({"rule": "other"}, 'rule is "write", "delta" or "dplr"'),
+        ({"rule": "other"}, 'rule is "write", "average", "delta" or "dplr"'),
         ({"cu_seqlens": torch.tensor([0, 3])}, "batch size 1"),
     ),
 )

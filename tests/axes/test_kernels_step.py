@@ -41,6 +41,8 @@ def chain(state, token, index=None):
     if (angle := token.get("turn")) is not None:  # pairs (j, j + 3) as complex numbers, before the gate
         pairs = torch.complex(*old.chunk(2, -1)) * torch.exp(1j * angle.double())[..., None, :]
         kept = kept / old * torch.cat((pairs.real, pairs.imag), -1)
+    if token["rule"] == "average":
+        k = k * (1 - gate)
     if token["rule"] == "dplr":
         kept = kept + (old @ a[..., None]) * b[..., None, :]
     if token["rule"] == "delta":
@@ -52,9 +54,10 @@ def chain(state, token, index=None):
     o = chain_step(state, **token)
     gap(o, want), gap(state, new)
 
-for rule, more in (("write", {}), ("delta", {}), ("delta", {"early": True}), ("delta", {"erase": torch.randn(2, 1, 5)}),
+for rule, more in (("average", {}), ("write", {}), ("delta", {}), ("delta", {"early": True}),
+                   ("delta", {"erase": torch.randn(2, 1, 5)}),
                    ("dplr", {"a": torch.randn(2, 1, 5), "b": torch.randn(2, 1, 5)})):
-    for g in (None, -torch.rand(2, 2), -10 * torch.rand(2, 2, 5)):
+    for g in (None, -torch.rand(2, 2), -10 * torch.rand(2, 2, 5))[2 if rule == "average" else 0 :]:
         token = {"q": torch.randn(2, 1, 5), "k": torch.randn(2, 1, 5), "v": torch.randn(2, 2, 9), "rule": rule, **more}
         token |= {} if g is None else {"g": g, "beta": torch.rand(2, 2)}
         chain(torch.randn(2, 2, 9, 5), token)
@@ -149,7 +152,8 @@ def test_refuses_tokens(change: dict[str, Any], says: str) -> None:
         ({"state": torch.zeros(1, 4, 5, 8).expand(2, -1, -1, -1)}, "contiguous and apart"),
         ({"state": torch.zeros(3, 4, 5, 8)}, "one row a batch entry"),
         ({"index": torch.zeros(2)}, "index is int32 or int64"),
-        ({"rule": "deltas"}, "rule is write, delta or dplr"),
+        ({"rule": "deltas"}, "rule is write, average, delta or dplr"),
+        ({"rule": "average"}, "the gates of a key's entries forget"),
         ({"rule": "dplr"}, "takes a and b"),
         ({"erase": torch.zeros(2, 2, 8)}, "erase belongs to the rule delta"),
         ({"beta": torch.zeros(2, 2)}, "beta is floating point of shape"),

@@ -12,7 +12,21 @@ from axes.core.algorithms import Mix, Read, Step, Sum
 from axes.core.costs import Alignment, Given, Linear
 from axes.core.memory import Matrix
 from axes.core.monoids import Scalar
-from axes.core.rates import SEEN, Count, Formula, Per, counted, log, maximum, minimum, named, resolve, where
+from axes.core.rates import (
+    SEEN,
+    Complement,
+    Count,
+    Formula,
+    Per,
+    counted,
+    log,
+    maximum,
+    minimum,
+    named,
+    rate_shape,
+    resolve,
+    where,
+)
 from axes.core.state_update import StateUpdate
 from axes.errors import IllegalUpdate, ShapeError
 from axes.testing import checks
@@ -37,6 +51,20 @@ def test_a_formula_is_printed_as_it_is_written_and_is_a_number(formula: Formula,
         expected = value(seen + 1)  # type: ignore[operator]
         for x in (torch.tensor(seen), torch.tensor(float(seen), dtype=torch.float64), seen):
             assert float(resolve(formula, {"lr": 0.3, SEEN: x})) == pytest.approx(expected, rel=1e-14, abs=1e-14)
+
+
+def test_a_complement_is_one_less_the_gate() -> None:
+    rate = Complement(Per("decay", "key", "unit"))
+    assert [per.name for per in named(rate)] == ["decay"] and rate_shape(rate) == "key" and not counted(rate)
+    assert eval(repr(rate), dict(checks.NAMES)) == rate
+    log = torch.tensor([0.0, -1e-9, -0.3, -1e3], dtype=torch.float64)
+    expected = torch.tensor([0.0, 1e-9, 1 - math.exp(-0.3), 1.0], dtype=torch.float64)
+    torch.testing.assert_close(resolve(rate, {"decay": log}), expected, rtol=1e-9, atol=0)
+    assert resolve(rate, {"decay": -0.3}) == pytest.approx(1 - math.exp(-0.3), rel=1e-14)
+    with pytest.raises(IllegalUpdate, match="unit gate"):
+        Complement(Per("beta"))
+    with pytest.raises(IllegalUpdate, match="stands in no formula"):
+        1.0 - Complement(Per("decay", "scalar", "unit"))
 
 
 def test_it_asks_its_axis_for_the_rates_that_it_is_made_of() -> None:

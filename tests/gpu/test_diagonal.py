@@ -23,14 +23,15 @@ LOOSE = {"steep": 2}
 Inputs = dict[str, Tensor]
 
 
-def chain(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None):
-    return diagonal_chain(q, k, v, g, beta, initial_state=start, bonus=bonus, cu_seqlens=cu_seqlens)
+def chain(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None, rule="write"):
+    return diagonal_chain(q, k, v, g, beta, initial_state=start, bonus=bonus, cu_seqlens=cu_seqlens, rule=rule)
 
 
-def token_loop(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None):
+def token_loop(q, k, v, g, beta=None, start=None, bonus=None, cu_seqlens=None, rule="write"):
     """The recurrence, token by token, in the inputs' precision."""
     group = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, 2) for x in (q, k))
+    k = -torch.expm1(g) * k if rule == "average" else k
     if cu_seqlens is not None:
         cuts = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
         cut = [
@@ -213,6 +214,35 @@ def test_reads_before_the_token_of_other_shapes(dtype: torch.dtype) -> None:
     check(with_bonus(without_strengths(draw(100, 64, 64, dtype, h=2, hv=4))), BOUNDS[dtype])
     ends = torch.tensor([0, 0, 1, 64, 264, 264, 328], device="cuda", dtype=torch.int64)
     check(with_bonus(draw(328, 64, 64, dtype, b=1, h=2, hv=4, units=6)), BOUNDS[dtype], units=6, cu_seqlens=ends)
+
+
+@pytest.mark.parametrize("kind", ("bare", "mild", "mixed", "steep", "open", "closed", "shut channels", "ones"))
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_averages(kind: str, dtype: torch.dtype) -> None:
+    """An entry takes what its gate forgets, which is little of open ones: their keys are long here."""
+    for inputs in (draw(200, 128, 128, dtype, kind), without_strengths(draw(200, 128, 64, dtype, kind))):
+        if kind == "open":
+            inputs["k"] = inputs["k"] * 2**14
+        check(inputs, BOUNDS[dtype] * LOOSE.get(kind, 1), rule="average")
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_averages_of_other_shapes(dtype: torch.dtype) -> None:
+    for length, d_k, d_v in ((1, 64, 64), (65, 16, 100), (130, 256, 256)):
+        check(draw(length, d_k, d_v, dtype), BOUNDS[dtype], rule="average")
+    check(without_strengths(draw(100, 64, 64, dtype, h=2, hv=4)), BOUNDS[dtype], rule="average")
+    ends = torch.tensor([0, 0, 1, 64, 264, 264, 328], device="cuda", dtype=torch.int64)
+    given = draw(328, 64, 64, dtype, b=1, h=2, hv=4, units=6)
+    check(given, BOUNDS[dtype], units=6, cu_seqlens=ends, rule="average")
+
+
+def test_averages_repeat_bit_for_bit_on_a_full_chip() -> None:
+    inputs = draw(1500, 128, 128, torch.bfloat16, "bare", b=8, h=16)
+    do, dfinal = gradients_of(inputs)
+    first = run(chain, inputs, do, dfinal, rule="average")
+    for _ in range(4):
+        for name, x in run(chain, inputs, do, dfinal, rule="average").items():
+            assert torch.equal(first[name], x), name
 
 
 @pytest.mark.parametrize("logs", (torch.bfloat16, torch.float16))

@@ -39,6 +39,8 @@ def exact(state, q, k, v, *, beta=None, g=None, erase=None, a=None, b=None, turn
     if g is not None:
         gate = g.clamp_min(-100).exp()
         kept = state * (gate[..., None, None] if g.ndim == 2 else gate[..., None, :])
+    if rule == "average":
+        k = -torch.expm1(g) * k
     if rule == "dplr":
         kept = kept + (state @ a[..., None]) * b[..., None, :]
     if rule == "delta":
@@ -117,6 +119,8 @@ def test_widths(d_k: int, dtype: torch.dtype) -> None:
     for d_v in {d_k, WIDTHS[-1 - WIDTHS.index(d_k)], 40, 128}:
         check(chain_step, exact, *draw("delta", "channel", d_k, d_v, dtype))
         check(chain_step, exact, *draw("dplr", "head", d_k, d_v, dtype))
+        state, token = draw("write", "channel", d_k, d_v, dtype)
+        check(chain_step, exact, state, token | {"rule": "average"})
         check(block_step, exact_block, *draw_block(d_k, d_v, dtype))
 
 

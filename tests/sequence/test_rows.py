@@ -83,7 +83,7 @@ def lightning(m: SequenceLayer, x: Tensor) -> Found:
 
 def hgrn2(m: SequenceLayer, x: Tensor) -> Found:
     p = m.around
-    f = heads(torch.sigmoid(through(p.charts["decay"].chart, x)))
+    f = heads(torch.sigmoid(through(p.charts["decay"], x)))
     q, v = F.silu(heads(x @ p.q_proj.weight.T)), heads(x @ p.v_proj.weight.T)
     out, state = loop(q, 1 - f, v, lambda s, t: f[:, t, :, None, :] * s)
     return rms(out, p.norm.weight), state

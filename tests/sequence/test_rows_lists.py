@@ -96,7 +96,7 @@ def slots(keys: Tensor, values: Tensor, q: Tensor, kept: Tensor, taken: Tensor) 
 def gsa(m: SequenceLayer, x: Tensor) -> Found:
     p = m.around
     q, k, v = (F.silu(heads(x @ w.weight.T)) for w in (p.q_proj, p.k_proj, p.v_proj))
-    a = heads(torch.sigmoid(through(p.charts["decay"].chart, x)) ** (1 / 8))
+    a = heads(torch.sigmoid(through(p.charts["decay"], x)) ** (1 / 8))
     out, state = slots(k, v, q, a, 1 - a)
     return rms(F.silu(out), p.norm.weight), state
 

@@ -111,6 +111,13 @@ def floored(log):
 
 
 @triton.jit
+def complement(log):
+    """1 - e^log of log <= 0: near zero by its series, since a difference would have lost the digits."""
+    near = -log * (1.0 + log * (0.5 + log * (0.16666667 + log * 0.041666667)))
+    return tl.where(log > -0.0625, near, 1.0 - tl.exp2(log * 1.4426950408889634))
+
+
+@triton.jit
 def apart(strength):
     """A strength held away from zero, by which others are divided: 2^-24, less than float32 rounding of what it scales.
     A NaN stays one."""

@@ -8,6 +8,7 @@ and backwards, from do and dS':
     dP = lower(do u^T)                                    dq = e^G (do S) + dq of P
     m = e^(G_last - G) (u dS')                            dk = m + dk of P
     dg_t = sum_{i >= t} (q dq - k dk of P)_i + sum_{i < t} (k m)_i + e^G_last sum_v S dS'
+Averaged, k is k (1 - e^g), from which dk and one more term of dg follow: dk (1 - e^g), -dk k e^g.
 With a bonus, tokens are read before their own gate and write: q e^(G - g) in the place of q e^G, P_ij with
 e^(G_i - g_i - G_j) where i > j, P_ii = sum_c bonus_c q_ic k_ic; backwards dg_t has q dq of i > t only.
 Forward: one kernel serial in time leaves the state before every chunk, one over all chunks reads it (P, o).
@@ -92,7 +93,7 @@ def _blocks(q: Tensor, v: Tensor, chosen: dict[str, int]) -> tuple[int, int]:
 
 def _pass_over(
     x: Tensor, y: Tensor, beta: Tensor | None, g: Tensor, start: Tensor | None, cut: Layout, *, reverse: bool,
-    early: bool = False,
+    early: bool = False, average: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """States of chunks (slots, HV, V, K) in the tokens' dtype, the last (units, HV, V, K), totals (slots, HV, K).
 
@@ -108,16 +109,15 @@ def _pass_over(
         x, y, g if beta is None else beta, g, states, totals, last if start is None else start, last,
         x if cut.offsets is None else cut.offsets, cut.length, cut.chunks, h, hv,
         REVERSE=reverse, STARTED=start is not None, BONUS=early, PARTS=exponents(x, g)["PARTS"],
-        **_constants(x, y, beta, cut), **chosen,
+        **_constants(x, y, beta, cut, average), **chosen,
     )  # fmt: skip
     return states, last, totals
 
 
-def _constants(q: Tensor, v: Tensor, beta: Tensor | None, cut: Layout) -> dict[str, Any]:
+def _constants(q: Tensor, v: Tensor, beta: Tensor | None, cut: Layout, average: bool = False) -> dict[str, Any]:
     dot = sizes.products(q.dtype, q.shape[3])
-    return dict(
-        K=q.shape[3], V=v.shape[3], C=cut.chunk, STRONG=beta is not None, PACKED=cut.packed, PRECISION=dot
-    )  # fmt: skip
+    widths, kinds = dict(K=q.shape[3], V=v.shape[3], C=cut.chunk), dict(STRONG=beta is not None, AVERAGE=average)
+    return dict(**widths, **kinds, PACKED=cut.packed, PRECISION=dot)
 
 
 def _where(q: Tensor, v: Tensor, cut: Layout) -> tuple[Any, ...]:
@@ -129,14 +129,14 @@ def _where(q: Tensor, v: Tensor, cut: Layout) -> tuple[Any, ...]:
 
 def _twice(
     kernel: Any, name: str, tensors: tuple[Tensor, ...], programs: int,
-    q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cut: Layout, shallow: bool = True, **more: int,
+    q: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cut: Layout, average: bool, shallow: bool = True, **more: int,
 ) -> None:  # fmt: skip
     """A kernel over chunks for the mild ones, where that is another kernel and they are not done, and for the rest."""
     limit = mild(q)
     for deep in (False, True) if limit > 0 and shallow else (True,):
         members = group(programs) if deep and limit > 0 else 1
         kernel[(cdiv(programs, members),)](
-            *tensors, *_where(q, v, cut), programs, **_constants(q, v, beta, cut), **exponents(q, g),
+            *tensors, *_where(q, v, cut), programs, **_constants(q, v, beta, cut, average), **exponents(q, g),
             MILD=limit, DEEP=deep, GROUP=members, **more, **settings(q, v, name),
         )  # fmt: skip
 
@@ -148,7 +148,7 @@ def _plain(q: Tensor, v: Tensor, cut: Layout) -> bool:
 
 def _values_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scores: Tensor, do: Tensor, dstates: Tensor,
-    cut: Layout,
+    cut: Layout, average: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dv and dbeta from the gradients of states."""
     chosen = settings(q, v, "values")
@@ -157,7 +157,7 @@ def _values_backward(
     dbeta = g.new_empty((parts, *v.shape[:3]) if beta is not None else (1, 0), dtype=torch.float32)
     kernels.values[(cut.slots * v.shape[2] * parts,)](
         k, v, g if beta is None else beta, g, scores, do, dstates, dv, dbeta, v.shape[0] * v.shape[1],
-        *_where(q, v, cut), **_constants(q, v, beta, cut), PARTS=exponents(q, g)["PARTS"], **chosen,
+        *_where(q, v, cut), **_constants(q, v, beta, cut, average), PARTS=exponents(q, g)["PARTS"], **chosen,
     )  # fmt: skip
     return dv, dbeta[0] if parts == 1 else dbeta.sum(0)
 
@@ -167,7 +167,7 @@ def _values_backward(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, bonus: Tensor | None,
-    cu_seqlens: Tensor | None, record: bool,
+    cu_seqlens: Tensor | None, average: bool, record: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, final, and P of every chunk."""
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
@@ -175,21 +175,22 @@ def _forward(
     with on_device(q):
         plain = _plain(q, v, cut)
         if plain:
-            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), record, bonus)
+            o, final, scores, totals = hopper_diagonal.forward(q, k, v, g, beta, start, mild(q), record, bonus, average)
             states = o
         else:
-            states, final, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
+            states, final, totals = _pass_over(k, v, beta, g, start, cut, reverse=False, average=average)
             o, scores = torch.empty_like(v), q.new_empty(cut.slots * record, v.shape[2], cut.chunk, cut.chunk)
         blocks = _blocks(q, v, settings(q, v, "outputs"))[1]
         tensors = (q, k, v, strength, g if bonus is None else bonus, g, totals, states, scores, o)
         more = dict(shallow=not plain, KEEP=record, ADD=plain, BONUS=bonus is not None)
-        _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, **more)
+        _twice(kernels.outputs, "outputs", tensors, programs * blocks, q, v, g, beta, cut, average, **more)
         if contain.PICKED:
-            contain.contain(o, final, q, k, v, beta, g, start, cut.offsets, cut.chunk, "write", bonus=bonus)
+            rule = "average" if average else "write"
+            contain.contain(o, final, q, k, v, beta, g, start, cut.offsets, cut.chunk, rule, bonus=bonus)
     return o, final, [scores] if record else []
 
 
-def _shapes(q, k, v, g, beta, start, bonus, cu_seqlens, record):
+def _shapes(q, k, v, g, beta, start, bonus, cu_seqlens, average, record):
     c, (hv, d_v) = chunk_length(q), v.shape[2:]
     units, slots = extent(q.shape[0], q.shape[1], c, cu_seqlens)
     final = q.new_empty(units, hv, d_v, q.shape[3], dtype=torch.float32)
@@ -198,7 +199,7 @@ def _shapes(q, k, v, g, beta, start, bonus, cu_seqlens, record):
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, bonus: Tensor | None,
-    cu_seqlens: Tensor | None, kept: list[Tensor], do: Tensor, dfinal: Tensor,
+    cu_seqlens: Tensor | None, average: bool, kept: list[Tensor], do: Tensor, dfinal: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     (scores,) = kept
     cut = layout(q.shape[0], q.shape[1], chunk_length(q), cu_seqlens)
@@ -211,15 +212,17 @@ def _backward(
         if bonus is not None:
             dbonus = (g.new_zeros if cut.packed else g.new_empty)(cut.slots, hv, d_k, dtype=torch.float32)
         if plain:
-            states, _, totals = hopper_diagonal.states(q, k, v, g, beta, start)
+            states, _, totals = hopper_diagonal.states(q, k, v, g, beta, start, average)
         else:
-            states, _, totals = _pass_over(k, v, beta, g, start, cut, reverse=False)
+            states, _, totals = _pass_over(k, v, beta, g, start, cut, reverse=False, average=average)
         if plain and beta is None:
-            dv, dstates, dstart = hopper_diagonal.values_backward(q, k, g, do, dfinal, scores, totals, bonus)
+            dv, dstates, dstart = hopper_diagonal.values_backward(
+                q, k, g, do, dfinal, scores, totals, bonus, average
+            )
             dbeta = g.new_empty(0, dtype=torch.float32)
         else:
             dstates, dstart, _ = _pass_over(q, do, None, g, dfinal, cut, reverse=True, early=bonus is not None)
-            dv, dbeta = _values_backward(q, k, v, g, beta, scores, do, dstates, cut)
+            dv, dbeta = _values_backward(q, k, v, g, beta, scores, do, dstates, cut, average)
         # a value head's share of a shared query's gradient: float32, added below
         dq, dk = (q.new_empty(b, t, hv, d_k, dtype=torch.float32 if hv > h else q.dtype) for _ in range(2))
         blocks = _blocks(q, v, settings(q, v, "keys"))[0]
@@ -228,10 +231,10 @@ def _backward(
         plain = plain and beta is None and hv == h
         if plain:
             hopper_diagonal_keys.keys_backward(
-                q, k, v, g, totals, do, states, dstates, dq, dk, dg, mild(q), bonus, dbonus
+                q, k, v, g, totals, do, states, dstates, dq, dk, dg, mild(q), bonus, dbonus, average
             )
         more, parts = dict(shallow=not plain, BONUS=bonus is not None), exponents(q, g)["PARTS"]
-        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, SUMS=sums(parts), **more)
+        _twice(kernels.keys, "keys", tensors, programs * blocks, q, v, g, beta, cut, average, SUMS=sums(parts), **more)
         if hv > h:
             dq, dk = (x.view(b, t, h, hv // h, d_k).sum(3).to(q.dtype) for x in (dq, dk))
     return [dq, dk, dv, dg, dbeta, dstart, dstart if dbonus is None else dbonus.sum(0)]
@@ -254,7 +257,7 @@ def diagonal_chain(
     a: Tensor | None = None,
     b: Tensor | None = None,
     initial_state: Tensor | None = None,
-    rule: Literal["write", "delta", "dplr"] = "write",
+    rule: Literal["write", "average", "delta", "dplr"] = "write",
     early: bool = False,
     bonus: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -263,6 +266,7 @@ def diagonal_chain(
 
     "write": S_t = S_{t-1} D_t + beta_t v_t k_t^T (gated linear attention). With bonus, o_t = S_{t-1} q_t +
         ((bonus * k_t) . q_t) beta_t v_t: tokens are read before their own gate and write (RWKV-6).
+    "average": S_t = S_{t-1} D_t + beta_t v_t ((1 - e^{g_t}) * k_t)^T: an entry takes what it forgets (HGRN2).
     "delta": S_t = S_{t-1} D_t + beta_t (v_t - S' e_t) k_t^T, e = erase or k, S' = S_{t-1} D_t or, with early, S_{t-1}.
     "dplr": S_t = S_{t-1} (D_t + a_t b_t^T) + beta_t v_t k_t^T.
 
@@ -277,8 +281,8 @@ def diagonal_chain(
     units = check_chain(who, q, k, v, cu_seqlens, initial_state, {"g": (g, q.shape[3:]), "beta": (beta, ())})
     for name, x in (("erase", erase), ("a", a), ("b", b)):
         check_like(who, name, x, tuple(q.shape), q.device)
-    if rule not in ("write", "delta", "dplr"):
-        raise ShapeError(f'{who}: rule is "write", "delta" or "dplr", not {rule!r}')
+    if rule not in ("write", "average", "delta", "dplr"):
+        raise ShapeError(f'{who}: rule is "write", "average", "delta" or "dplr", not {rule!r}')
     if (erase is not None and rule != "delta") or ((a is not None) + (b is not None)) != 2 * (rule == "dplr"):
         raise ShapeError(f'{who}: erase belongs to rule "delta", a and b to rule "dplr", not to {rule!r}')
     check_like(who, "bonus", bonus, (v.shape[2], q.shape[3]), q.device)
@@ -290,7 +294,7 @@ def diagonal_chain(
     start = None if initial_state is None else initial_state.float()
     if q.numel() == 0 or v.numel() == 0:
         return nothing_read(v, (units, *v.shape[2:], q.shape[3]), start)
-    if rule != "write":
+    if rule in ("delta", "dplr"):
         from axes.kernels.diagonal_delta import chain as diagonal_delta
 
         if a is not None and b is not None:
@@ -298,5 +302,5 @@ def diagonal_chain(
             return diagonal_delta.dplr(q, k, v, g, a, b, start, cu_seqlens)
         beta = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta
         return diagonal_delta.delta(q, k, v, g, beta, erase, early, start, cu_seqlens)
-    o, final = _chain(*contiguous(q, k, v, g, beta, start, bonus), cu_seqlens)
+    o, final = _chain(*contiguous(q, k, v, g, beta, start, bonus), cu_seqlens, rule == "average")
     return o, final

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from axes.kernels.common.layout import interpreted
-from axes.kernels.common.tiles import WHOLE, floored, load_tile
+from axes.kernels.common.tiles import WHOLE, complement, floored, load_tile
 from axes.kernels.scalar.sizes import form
 
 
@@ -83,6 +83,14 @@ def split(log, PARTS: tl.constexpr):
 def power(x):
     """e^x in two instructions."""
     return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def written(keys, log, AVERAGE: tl.constexpr):
+    """Keys as they are written; AVERAGE: each entry by what its gate forgets."""
+    if AVERAGE:
+        keys = (keys * complement(log)).to(keys.dtype)
+    return keys
 
 
 @triton.jit

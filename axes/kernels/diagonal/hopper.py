@@ -6,6 +6,7 @@ others, r = q e^G and m = k e^(G_last - G), and one or two warpgroups own 64 val
     "states"  S of every chunk into memory
     "dv"      dv = dS' m^T + do^T P, dS' of every chunk into memory     dS = dS' Diag(e^G_last) + do^T r
     "ends"    only the last state; "dends" only the gradient of the first
+Averaged, k (1 - e^g) stands for k, where k is scaled anyway.
 With a bonus, tokens are read before their own gate and write: r = q e^(G - g), lower is strict, and P's diagonal is
 <bonus * k, q>. "o" needs no states in memory. A chunk in which a channel decays by more than e^-MILD has no w: its P is
 left zero, and `diagonal` adds what its pairs are to o. G and G_last - G are sums and differences in float32: within
@@ -46,6 +47,13 @@ _C = gl.constexpr(64)  # tokens of a chunk, values of a warpgroup, channels that
 def _power(x):
     """e^x in two instructions."""
     return gl.exp2(x * 1.4426950408889634)
+
+
+@gluon.jit
+def complement(log):
+    """`tiles.complement`: 1 - e^log of log <= 0."""
+    near = -log * (1.0 + log * (0.5 + log * (0.16666667 + log * 0.041666667)))
+    return gl.where(log > -0.0625, near, 1.0 - _power(log))
 
 
 @gluon.jit
@@ -100,10 +108,12 @@ def _feed(tiles, stages, filled, freed, sizes, GROUP: gl.constexpr, WIDE: gl.con
 
 @gluon.jit
 def _scale(
-    beta, bonus, totals, stages, fades, falls, bars, sizes,
-    WIDE: gl.constexpr, STRONG: gl.constexpr, BONUS: gl.constexpr, MILD: gl.constexpr, MODE: gl.constexpr,
+    given, stages, fades, falls, bars, sizes,
+    WIDE: gl.constexpr, STRONG: gl.constexpr, AVERAGE: gl.constexpr, BONUS: gl.constexpr, MILD: gl.constexpr,
+    MODE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: r and m in the place of q and k, beta v in that of v, and P, ahead of those who read them."""
+    beta, bonus, totals = given
     readers, writers, gates, values, squares = stages
     filled, freed, scored, kept, left, done, sent = bars
     T, N, S, L, HV = sizes
@@ -146,6 +156,8 @@ def _scale(
             column = part * _C + gl.arange(0, _C, layout=line)
             tile = writer.slice(part * _C, _C, dim=1)
             x = tile.load(own).to(gl.float32)
+            if AVERAGE and not REVERSE:
+                x = x * complement(log)
             tile.store((x * _power(rest)).to(DTYPE))
             if MODE == "o":
                 least = gl.minimum(least, gl.min(total, 0))
@@ -154,6 +166,8 @@ def _scale(
             if OUT:
                 tile = reader.slice(part * _C, _C, dim=1)
                 y = tile.load(own).to(gl.float32)
+                if AVERAGE and REVERSE:
+                    y = y * complement(log)
                 tile.store((y * _power(reach)).to(DTYPE))
                 if BONUS and MODE == "o":
                     own_read += gl.sum(x * y * gl.load(bonus + h * K + column)[None, :], 1)
@@ -275,8 +289,8 @@ def _chain(
     reader_tiles, writer_tiles, g_tiles, v_tiles, p_tiles, state_tiles, o_tiles, beta, bonus, totals, start, final,
     T, N, S, L, HV,
     GROUP: gl.constexpr, WIDE: gl.constexpr, STAGES: gl.constexpr, ADVANCE: gl.constexpr, SCALE: gl.constexpr,
-    STARTED: gl.constexpr, STRONG: gl.constexpr, BONUS: gl.constexpr, KEEP: gl.constexpr, MILD: gl.constexpr,
-    MODE: gl.constexpr,
+    STARTED: gl.constexpr, STRONG: gl.constexpr, AVERAGE: gl.constexpr, BONUS: gl.constexpr, KEEP: gl.constexpr,
+    MILD: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """One pass over the chunks of one head of one unit."""
     OUT: gl.constexpr = MODE == "o" or MODE == "dv"
@@ -321,12 +335,13 @@ def _chain(
     stages = (readers, writers, gates, values, squares)
     bars = (filled, freed, scored, kept, left, done, sent)
     sizes = (T, N, S, L, HV)
+    given = (beta, bonus, totals)
     if WIDE == 2:
         gl.warp_specialize(
             [
                 (_advance, (0, outs, olds, falls, stages, bars, start, final, sizes, WIDE, STARTED, MODE)),
                 (_advance, (1, outs, olds, falls, stages, bars, start, final, sizes, WIDE, STARTED, MODE)),
-                (_scale, (beta, bonus, totals, stages, fades, falls, bars, sizes, WIDE, STRONG, BONUS, MILD, MODE)),
+                (_scale, (given, stages, fades, falls, bars, sizes, WIDE, STRONG, AVERAGE, BONUS, MILD, MODE)),
                 (_feed, (tiles, stages, filled, freed, sizes, GROUP, WIDE, MODE)),
                 (_carry, (tiles, outs, olds, squares, bars, sizes, STAGES, WIDE, KEEP, MODE)),
             ],
@@ -337,7 +352,7 @@ def _chain(
         gl.warp_specialize(
             [
                 (_advance, (0, outs, olds, falls, stages, bars, start, final, sizes, WIDE, STARTED, MODE)),
-                (_scale, (beta, bonus, totals, stages, fades, falls, bars, sizes, WIDE, STRONG, BONUS, MILD, MODE)),
+                (_scale, (given, stages, fades, falls, bars, sizes, WIDE, STRONG, AVERAGE, BONUS, MILD, MODE)),
                 (_feed, (tiles, stages, filled, freed, sizes, GROUP, WIDE, MODE)),
                 (_carry, (tiles, outs, olds, squares, bars, sizes, STAGES, WIDE, KEEP, MODE)),
             ],
@@ -406,6 +421,7 @@ class _Pass(NamedTuple):
     g: Tensor
     beta: Tensor | None
     bonus: Tensor | None
+    average: bool
     hv: int
     d_v: int
     N: int
@@ -437,7 +453,8 @@ class _Pass(NamedTuple):
             token_tiles(out, 64), *(final if x is None else x for x in (beta, self.bonus, totals, start)), final,
             t, self.N, self.S, self.L, hv,
             GROUP=hv // h, WIDE=self.d_v // 64, STARTED=start is not None, STRONG=beta is not None,
-            BONUS=self.bonus is not None, KEEP=mode == "o" and scores is not None, MILD=mild, MODE=mode, **_LAUNCH,
+            AVERAGE=self.average, BONUS=self.bonus is not None, KEEP=mode == "o" and scores is not None, MILD=mild,
+            MODE=mode, **_LAUNCH,
         )  # fmt: skip
 
     def edges(self, mode: str, v: Tensor, edge: Tensor | None, totals: Tensor) -> Tensor | None:
@@ -464,23 +481,24 @@ class _Pass(NamedTuple):
 
 
 def _passes(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, bonus: Tensor | None, segments: int | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, bonus: Tensor | None, average: bool,
+    segments: int | None,
 ) -> tuple[_Pass, Tensor]:  # fmt: skip
     """Also room for totals of the logs of chunks, (B N, HV, K)."""
     n = cdiv(q.shape[1], 64)
     hv = v.shape[2]
     segments = segments_of(q.shape[0] * hv, n) if segments is None else segments
     length = cdiv(n, segments)
-    made = _Pass(q, k, g, beta, bonus, hv, v.shape[3], n, cdiv(n, length), length)
+    made = _Pass(q, k, g, beta, bonus, average, hv, v.shape[3], n, cdiv(n, length), length)
     return made, q.new_empty(q.shape[0] * n, hv, q.shape[3], dtype=torch.float32)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, mild: float, keep: bool,
-    bonus: Tensor | None = None, segments: int | None = None,
+    bonus: Tensor | None = None, average: bool = False, segments: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o and P without the pairs of chunks that are not mild, the final state, and totals of the logs: (B N, HV, K)."""
-    x, totals = _passes(q, k, v, g, beta, bonus, segments)
+    x, totals = _passes(q, k, v, g, beta, bonus, average, segments)
     o, final, scores = torch.empty_like(v), x.state(), q.new_empty(totals.shape[0] * keep, x.hv, 64, 64)
     starts = x.edges("ends", v, start, totals)
     x.run("o", v, starts, final, totals, o, scores if keep else None, mild=mild)
@@ -488,10 +506,11 @@ def forward(
 
 
 def states(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, segments: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, start: Tensor | None, average: bool = False,
+    segments: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """First states of chunks (B N, HV, V, K) in the tokens' dtype, the last (B, HV, V, K), and totals."""
-    x, totals = _passes(q, k, v, g, beta, None, segments)
+    x, totals = _passes(q, k, v, g, beta, None, average, segments)
     made, final = x.states(), x.state()
     x.run("states", v, x.edges("ends", v, start, totals), final, totals, states=made)
     return made, x.edge(final, -1), totals
@@ -499,10 +518,10 @@ def states(
 
 def values_backward(
     q: Tensor, k: Tensor, g: Tensor, do: Tensor, dfinal: Tensor, scores: Tensor, totals: Tensor,
-    bonus: Tensor | None = None, segments: int | None = None,
+    bonus: Tensor | None = None, average: bool = False, segments: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dv of strengths one, gradients of the states after chunks (B N, HV, V, K), and of the first one."""
-    x, _ = _passes(q, k, do, g, None, bonus, segments)
+    x, _ = _passes(q, k, do, g, None, bonus, average, segments)
     dv, made, dstarts = torch.empty_like(do), x.states(), x.state()
     x.run("dv", do, x.edges("dends", do, dfinal, totals), dstarts, totals, dv, scores, made)
     return dv, made, x.edge(dstarts, 0)

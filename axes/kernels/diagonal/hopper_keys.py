@@ -1,7 +1,8 @@
 """dq, dk and dg of the mild chunks of `diagonal` on Hopper: `diagonal._key` without DEEP, every product a warpgroup's.
 
 One program for 64 channels of one chunk of one head; all that it reads is under way before it computes, and two of them
-share a processor. In the letters of `diagonal`, with r = q e^G and w = k e^-G, all (C, 64) tiles in one layout:
+share a processor. In the letters of `diagonal`, with r = q e^G and w = k e^-G, or k (1 - e^g) for k where AVERAGE, all
+(C, 64) tiles in one layout:
     dP = lower(do v^T)      dq = e^G (do S + dP w)      m = e^(G_last - G) (v dS')      dk = m + e^-G (dP^T r)
 Sums over tokens are products of a triangle of ones with two 16-bit summands, as in `channels`.
 """
@@ -26,7 +27,7 @@ from axes.kernels.common.gluon import (
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv
 from axes.kernels.common.warpgroup import product_layout, published, retire, times
-from axes.kernels.diagonal.hopper import _power
+from axes.kernels.diagonal.hopper import _power, complement
 
 _C = gl.constexpr(64)  # tokens of a chunk, channels of a program
 
@@ -54,9 +55,9 @@ def sum_until(triangle, x, high, low):
 def _keys(
     q_tiles, k_tiles, v_tiles, do_tiles, g_tiles, state_tiles, grad_tiles, dq_tiles, dk_tiles, dg_tiles, totals, bonus,
     dbonus, N, H,
-    K: gl.constexpr, MILD: gl.constexpr, BONUS: gl.constexpr,
+    K: gl.constexpr, MILD: gl.constexpr, AVERAGE: gl.constexpr, BONUS: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of 64 channels of one mild chunk; nothing of another."""
+    """dq, dk and dg of 64 channels of one mild chunk; nothing of another. AVERAGE and BONUS exclude each other."""
     PARTS: gl.constexpr = K // _C
     V: gl.constexpr = v_tiles.block_shape[2]
     DTYPE: gl.constexpr = q_tiles.dtype
@@ -135,7 +136,10 @@ def _keys(
         reader = square(states, DTYPE, V)
         writer = square(grads, DTYPE, V)
         reader.store((queries.reshape([_C, _C]).load(layout).to(gl.float32) * grow).to(DTYPE))
-        writer.store((keys.reshape([_C, _C]).load(layout).to(gl.float32) * fade).to(DTYPE))
+        key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
+        if AVERAGE:
+            key = key * complement(log)
+        writer.store((key * fade).to(DTYPE))
         published()
         dquery = warpgroup_mma(scores, writer, dquery, is_async=True)
         dkey = times(scores.permute((1, 0)), reader, _C)
@@ -145,7 +149,11 @@ def _keys(
         dquery = grow * dquery
         dkey = fade * dkey
         # sums from a token on are those of the chunk less those before it
-        key = keys.reshape([_C, _C]).load(layout).to(gl.float32)
+        plain = keys.reshape([_C, _C]).load(layout).to(gl.float32)
+        key = plain
+        if AVERAGE:
+            forgotten = complement(gates.reshape([_C, _C]).load(layout).to(gl.float32))
+            key = plain * forgotten
         if BONUS:
             weight = gl.load(bonus + h * K + part * _C + gl.arange(0, _C, layout=across))[None, :]
             query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
@@ -161,7 +169,11 @@ def _keys(
             dlog = change - sum_until(triangle, change, high, low) + last[None, :]
             dlog -= asked  # a query's own gate comes after it
         else:
-            keys.reshape([_C, _C]).store((dkey + moved).to(DTYPE))
+            written = dkey + moved
+            if AVERAGE:  # what the gate hears of what it writes waits in its place
+                gates.reshape([_C, _C]).store((written * plain * (1.0 - forgotten)).to(LOGS))
+                written = written * forgotten
+            keys.reshape([_C, _C]).store(written.to(DTYPE))
             change = -key * dkey
             moved = key * moved
             query = queries.reshape([_C, _C]).load(layout).to(gl.float32)
@@ -170,6 +182,8 @@ def _keys(
             last += gl.sum(change, 0)
             change -= moved
             dlog = change - sum_until(triangle, change, high, low) + last[None, :]
+        if AVERAGE:
+            dlog -= gates.reshape([_C, _C]).load(layout).to(gl.float32)
         gates.reshape([_C, _C]).store(dlog.to(LOGS))
         published()
         async_store(dq_tiles, [b, n * _C, column], queries)
@@ -188,6 +202,7 @@ def _keys(
 def keys_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, totals: Tensor, do: Tensor, states: Tensor, dstates: Tensor,
     dq: Tensor, dk: Tensor, dg: Tensor, mild: float, bonus: Tensor | None = None, dbonus: Tensor | None = None,
+    average: bool = False,
 ) -> None:  # fmt: skip
     """Write dq, dk (as q) and dg (as g) of the mild chunks of tokens that `hopper_write.fits`, as many value heads as
     key heads, strengths one; totals, states and dstates as `hopper_diagonal` makes them."""
@@ -197,5 +212,5 @@ def keys_backward(
         token_tiles(q, 64), token_tiles(k, 64), token_tiles(v, d_v), token_tiles(do, d_v), token_tiles(g, 64),
         matrix_tiles(states, d_v, 64), matrix_tiles(dstates, d_v, 64), token_tiles(dq, 64), token_tiles(dk, 64),
         token_tiles(dg, 64), totals, totals if bonus is None else bonus, totals if dbonus is None else dbonus, n, h,
-        K=d_k, MILD=mild, BONUS=bonus is not None, num_warps=4,
+        K=d_k, MILD=mild, AVERAGE=average, BONUS=bonus is not None, num_warps=4,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import (
     accumulate,
+    complement,
     first_slot,
     load_line,
     load_tile,
@@ -20,7 +21,18 @@ from axes.kernels.common.tiles import (
     store_tile,
     unit_rows,
 )
-from axes.kernels.diagonal.channels import add_up, factors, load_logs, met, pairs, pairs_backward, power, split, until
+from axes.kernels.diagonal.channels import (
+    add_up,
+    factors,
+    load_logs,
+    met,
+    pairs,
+    pairs_backward,
+    power,
+    split,
+    until,
+    written,
+)
 
 _LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
 
@@ -30,8 +42,8 @@ _LENGTHS = ["T", "N", "H", "HV"]  # one compilation for all of them
 def scan(
     x, y, beta, g, states, totals, start, last, offsets, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, STARTED: tl.constexpr, STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, STARTED: tl.constexpr, STRONG: tl.constexpr, AVERAGE: tl.constexpr, BONUS: tl.constexpr,
+    PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Serial over the chunks of one head, one block of keys and values: the states before every chunk and the last.
 
@@ -69,6 +81,8 @@ def scan(
         values = load_tile(y, at, count, e, head, HV, V, C, "rows")
         log = load_logs(g, at, count, d, head, HV, K, C, "rows")
         high, middle, low = split(log, PARTS)
+        if not REVERSE:
+            keys = written(keys, log, AVERAGE)
         if STRONG:
             values = (load_line(beta, at, count, head, HV, C)[:, None] * values).to(y.dtype.element_ty)
         if REVERSE:
@@ -105,8 +119,9 @@ def _any_deep(totals, pid, programs, K: tl.constexpr, PER: tl.constexpr, GROUP: 
 def _output(
     pid, q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
-    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr,
+    STRONG: tl.constexpr, AVERAGE: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, KEEP: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """P, if it is to KEEP, and one block of values of o of one chunk, mild or DEEP; nothing if it is the other.
 
@@ -132,7 +147,7 @@ def _output(
             d = left + tl.arange(0, BK)
             log = load_logs(g, first, count, d, head, HV, K, C, "rows")
             queries = load_tile(q, first, count, d, shared, H, K, C, "rows")
-            keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
+            keys = written(load_tile(k, first, count, d, shared, H, K, C, "rows"), log, AVERAGE)
             high, middle, low = split(log, PARTS)
             if not ADD or not DEEP:
                 reach = until(high, middle, low, C, BONUS, PARTS)
@@ -171,23 +186,24 @@ def _output(
 def outputs(
     q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV, programs,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr,
-    MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
-    ADD: tl.constexpr,
+    STRONG: tl.constexpr, AVERAGE: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
+    KEEP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """All mild chunks at once, or GROUP by GROUP those that are not: P and o."""
     pid = tl.program_id(0).to(tl.int64) * GROUP
     if GROUP == 1:
         _output(
             pid, q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
+            K, V, C, BK, BV, STRONG, AVERAGE, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
         )  # fmt: skip
     elif _any_deep(totals, pid, programs, K, (V + BV - 1) // BV, GROUP, MILD):
         for n in range(GROUP):
             if pid + n < programs:
                 _output(
                     pid + n, q, k, v, beta, bonus, g, totals, states, scores, o, offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP, ADD,
+                    K, V, C, BK, BV, STRONG, AVERAGE, BONUS, PACKED, PARTS, BOUND, MILD, PRECISION, DEEP, KEEP,
+                    ADD,
                 )  # fmt: skip
 
 
@@ -196,7 +212,7 @@ def outputs(
 def values(
     k, v, beta, g, scores, do, dstates, dv, dbeta, tokens, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    STRONG: tl.constexpr, AVERAGE: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All chunks at once: one block of values of dv and its share of dbeta."""
     pid = tl.program_id(0).to(tl.int64)
@@ -218,7 +234,7 @@ def values(
         for left in range(0, K, BK):
             d = left + tl.arange(0, BK)
             log = load_logs(g, first, count, d, head, HV, K, C, "rows")
-            keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
+            keys = written(load_tile(k, first, count, d, shared, H, K, C, "rows"), log, AVERAGE)
             at = dstates + matrix * V * K + e[:, None] * K + d[None, :]
             grad = tl.load(at, mask=(e < V)[:, None] & (d < K)[None, :], other=0.0)
             high, middle, low = split(log, PARTS)
@@ -235,8 +251,8 @@ def values(
 def _key(
     pid, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
-    BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    STRONG: tl.constexpr, AVERAGE: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    SUMS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of dq, dk, dg and a chunk's share of dbonus, mild or DEEP; nothing if it is the other."""
     k_parts: tl.constexpr = (K + BK - 1) // BK
@@ -271,7 +287,8 @@ def _key(
             both += tl.dot(tl.trans(state), grad, input_precision=PRECISION)  # its diagonal: sum_v S dS'
         log = load_logs(g, first, count, d, head, HV, K, C, "rows")
         queries = load_tile(q, first, count, d, shared, H, K, C, "rows")
-        keys = load_tile(k, first, count, d, shared, H, K, C, "rows")
+        plain = load_tile(k, first, count, d, shared, H, K, C, "rows")
+        keys = written(plain, log, AVERAGE)
         total = tl.load(totals + matrix * K + d, mask=d < K, other=0.0)
         row, column = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
         last = power(total) * tl.sum(tl.where(row == column, both, 0.0), 0)
@@ -295,12 +312,14 @@ def _key(
         if BONUS:
             down = tl.sum(tl.where(i == j, dp, 0.0), 1)[:, None]
             weight = down * tl.load(bonus + head * K + d, mask=d < K, other=0.0)[None, :]
+            asked = dkey + moved + weight * queries
             store_tile(dq, dquery + weight * keys, first, count, d, head, HV, K, C, "rows")
-            store_tile(dk, dkey + moved + weight * queries, first, count, d, head, HV, K, C, "rows")
             tl.store(dbonus + matrix * K + d, tl.sum(down * queries * keys, 0), mask=d < K)
         else:
             store_tile(dq, dquery, first, count, d, head, HV, K, C, "rows")
-            store_tile(dk, dkey + moved, first, count, d, head, HV, K, C, "rows")
+            asked = dkey + moved
+        if not AVERAGE:
+            store_tile(dk, asked, first, count, d, head, HV, K, C, "rows")
         # sums from a token on are those of the chunk less those before it
         change = queries * dquery - keys * dkey
         last += tl.sum(change, 0)
@@ -309,6 +328,10 @@ def _key(
         dlog = change - add_up(i >= j, high, middle, low, SUMS) + last[None, :]
         if BONUS:  # a query's own gate comes after it
             dlog -= queries * dquery
+        if AVERAGE:  # of what the gate writes
+            forgotten = complement(log)
+            dlog -= asked * plain * (1.0 - forgotten)
+            store_tile(dk, asked * forgotten, first, count, d, head, HV, K, C, "rows")
         if DEEP:
             floored = load_tile(g, first, count, d, head, HV, K, C, "rows").to(tl.float32) <= -100.0
             dlog = tl.where(floored, 0.0, dlog)
@@ -320,15 +343,16 @@ def _key(
 def keys(
     q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV, programs,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr,
-    BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr, GROUP: tl.constexpr,
+    STRONG: tl.constexpr, AVERAGE: tl.constexpr, BONUS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr,
+    SUMS: tl.constexpr, BOUND: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """All mild chunks at once, or GROUP by GROUP those that are not: dq, dk and dg."""
     pid = tl.program_id(0).to(tl.int64) * GROUP
     if GROUP == 1:
         _key(
             pid, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus, offsets, units, T, N, H, HV,
-            K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, SUMS, BOUND, MILD, PRECISION, DEEP,
+            K, V, C, BK, BV, STRONG, AVERAGE, BONUS, PACKED, PARTS, SUMS, BOUND, MILD, PRECISION, DEEP,
         )  # fmt: skip
     elif _any_deep(totals, pid, programs, K, (K + BK - 1) // BK, GROUP, MILD):
         for n in range(GROUP):
@@ -336,25 +360,29 @@ def keys(
                 _key(
                     pid + n, q, k, v, beta, bonus, g, totals, do, states, dstates, dq, dk, dg, dbonus,
                     offsets, units, T, N, H, HV,
-                    K, V, C, BK, BV, STRONG, BONUS, PACKED, PARTS, SUMS, BOUND, MILD, PRECISION, DEEP,
+                    K, V, C, BK, BV, STRONG, AVERAGE, BONUS, PACKED, PARTS, SUMS, BOUND, MILD, PRECISION, DEEP,
                 )  # fmt: skip
 
 
 @Kernel
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def rows(
-    k, v, do, g, states, dq, offsets, units, T, N, H,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, do, g, totals, states, dq, offsets, units, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AVERAGE: tl.constexpr,
+    MILD: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All chunks at once: one block of keys of dq, which is what a chain with gates on rows reads."""
+    """All chunks at once but those that are MILD: one block of keys of dq, which is what a chain with gates on rows
+    reads."""
     pid = tl.program_id(0).to(tl.int64)
     k_parts: tl.constexpr = (K + BK - 1) // BK
     d = (pid % k_parts).to(tl.int32) * BK + tl.arange(0, BK)
     head = pid // k_parts % H
     slot = pid // (k_parts * H)
     _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    if first < end:
+    here = first < end
+    if MILD >= 0:
+        here = here & _is_deep(totals + (slot * H + head) * K, K, MILD)
+    if here:
         count = (end - first).to(tl.int32)
         out = tl.zeros([C, BK], dtype=tl.float32)
         dp = tl.zeros([C, C], dtype=tl.float32)
@@ -368,8 +396,9 @@ def rows(
             dp += tl.dot(dout, tl.trans(values), input_precision=PRECISION)
         i = tl.arange(0, C)[:, None]
         j = tl.arange(0, C)[None, :]
-        keys = load_tile(k, first, count, d, head, H, K, C, "rows")
-        high, middle, low = split(load_logs(g, first, count, d, head, H, K, C, "rows"), PARTS)
+        log = load_logs(g, first, count, d, head, H, K, C, "rows")
+        keys = written(load_tile(k, first, count, d, head, H, K, C, "rows"), log, AVERAGE)
+        high, middle, low = split(log, PARTS)
         out *= power(add_up(i >= j, high, middle, low, PARTS))
         size = tl.full([], C, tl.int32)
         while size > 0:  # as `pairs_backward`

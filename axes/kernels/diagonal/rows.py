@@ -21,6 +21,11 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.diagonal import chain, kernels
 from axes.kernels.diagonal.channels import exponents
 
+if chain._GLUON:
+    from axes.kernels.diagonal import hopper_rows
+
+PICKED = False  # mild chunks by `hopper_rows`, which no GPU has run yet
+
 
 def settings(v: Tensor, k: Tensor) -> dict[str, int]:
     """Block sides, warps and stages of the kernel that reads."""
@@ -32,43 +37,52 @@ def _turned(start: Tensor | None) -> Tensor | None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, start: Tensor | None, cu_seqlens: Tensor | None, record: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, start: Tensor | None, cu_seqlens: Tensor | None, average: bool,
+    record: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o and the final state."""
     cut = layout(v.shape[0], v.shape[1], chain.chunk_length(v), cu_seqlens)
     o, chosen = torch.empty_like(v), settings(v, k)
     parts = chain._blocks(v, k, chosen)[0]
     with on_device(v):
-        if chain._plain(v, k, cut):
-            states, last, _ = chain.hopper_diagonal.states(v, v, k, g, None, _turned(start))
+        plain, limit = chain._plain(v, k, cut), chain.mild(v)
+        if plain:
+            states, last, totals = chain.hopper_diagonal.states(v, v, k, g, None, _turned(start), average)
         else:
-            states, last, _ = chain._pass_over(v, k, None, g, _turned(start), cut, reverse=False)
+            first = _turned(start)
+            states, last, totals = chain._pass_over(v, k, None, g, first, cut, reverse=False, average=average)
+        held = PICKED and plain and limit > 0
+        if held:
+            hopper_rows.read(q, k, v, g, states, totals, o, limit, average)
         kernels.rows[(cut.slots * v.shape[2] * parts,)](
-            v, k, q, g, states, o, *chain._where(v, k, cut)[:-1], **_constants(v, k, cut), **exponents(v, g), **chosen,
+            v, k, q, g, totals, states, o, *chain._where(v, k, cut)[:-1], **_constants(v, k, cut, average),
+            MILD=limit if held else -1.0, **exponents(v, g), **chosen,
         )  # fmt: skip
         final = last.mT.contiguous()
         if contain.PICKED:
-            contain.contain(o, final, q, k, v, None, g, start, cut.offsets, cut.chunk, "write", by_rows=True)
+            rule = "average" if average else "write"
+            contain.contain(o, final, q, k, v, None, g, start, cut.offsets, cut.chunk, rule, by_rows=True)
     return o, final, []
 
 
-def _constants(v: Tensor, k: Tensor, cut: Any) -> dict[str, Any]:
-    given = chain._constants(v, k, None, cut)
+def _constants(v: Tensor, k: Tensor, cut: Any, average: bool) -> dict[str, Any]:
+    given = chain._constants(v, k, None, cut, average)
     return {n: x for n, x in given.items() if n != "STRONG"}
 
 
-def _shapes(q, k, v, g, start, cu_seqlens, record):
+def _shapes(q, k, v, g, start, cu_seqlens, average, record):
     units, _ = extent(v.shape[0], v.shape[1], chain.chunk_length(v), cu_seqlens)
     return torch.empty_like(v), q.new_empty(units, *v.shape[2:], k.shape[3], dtype=torch.float32), []
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, start: Tensor | None, cu_seqlens: Tensor | None,
-    kept: list[Tensor], do: Tensor, dfinal: Tensor,
+    average: bool, kept: list[Tensor], do: Tensor, dfinal: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     first = _turned(start)
-    dq, _, scores = chain._forward(do, v, k, g, None, first, None, cu_seqlens, True)
-    found = chain._backward(do, v, k, g, None, first, None, cu_seqlens, scores, q, dfinal.mT.contiguous())
+    dq, _, scores = chain._forward(do, v, k, g, None, first, None, cu_seqlens, average, True)
+    last = dfinal.mT.contiguous()
+    found = chain._backward(do, v, k, g, None, first, None, cu_seqlens, average, scores, q, last)
     _, dv, dk, dg, _, dstart, _ = found
     return [dq, dk, dv, dg, dstart.mT.contiguous()]
 
@@ -77,9 +91,11 @@ _chain = Differentiable("diagonal_rows", _forward, _backward, _shapes, gradients
 
 
 def rows_chain(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None = None, *, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_t = Diag(e^{g_t}) S_{t-1} + v_t k_t^T and o_t = S_t q_t, the exact recurrence.
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor | None = None, *,
+    cu_seqlens: Tensor | None = None, average: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S_t = Diag(e^{g_t}) S_{t-1} + v_t k_t^T and o_t = S_t q_t, the exact recurrence; average: a row takes what it
+    forgets, (1 - e^{g_t}) * v_t in the place of v_t.
 
     q, k (B, T, H, K) and v (B, T, H, V) in one dtype (bf16, fp16, fp32), K and V from 1 to 256; g (B, T, H, V) logs, at
     most 0, floored at -100; initial_state (U, H, V, K) or None for zero, U = B or the number of sequences that
@@ -93,5 +109,5 @@ def rows_chain(
     start = None if initial_state is None else initial_state.float()
     if q.numel() == 0 or v.numel() == 0:
         return nothing_read(v, (units, *v.shape[2:], q.shape[3]), start)
-    made: tuple[Tensor, Tensor] = _chain(*contiguous(q, k, v, g, start), cu_seqlens)
+    made: tuple[Tensor, Tensor] = _chain(*contiguous(q, k, v, g, start), cu_seqlens, average)
     return made
