@@ -6,8 +6,9 @@ A fault is another comparison, constant, sign or operator, a condition turned ro
 arguments exchanged. A process collects the tests of a part of the tree once; which lines they run is found by a trace
 of its files, one case of every test before a second one of any, until its budget is spent. For a fault that process is
 forked, the functions that changed get their new code, what they have kept is forgotten, and the quickest tests that run
-the line are run: a fault costs its tests alone. What these miss is shown to all that run the line; what is not in a
-function, to a process that imports the changed file. Files that the report has are passed over. mutmut and cosmic-ray
+the line are run: a fault costs its tests alone. What these miss is shown to all that run the line, and then to tests
+near the file that the trace had no time for; what is not in a function, to a process that imports the changed file.
+Files that the report has are passed over; --merge puts samples of other seeds beside it. mutmut and cosmic-ray
 were looked at: the one leaves decorated functions and dataclasses alone, which most of this package is, and the other
 runs all tests for every fault.
 """
@@ -29,11 +30,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from tests.planted import ROOT, First, Raised, copied, forked, tests_of
@@ -41,11 +42,12 @@ from tests.planted import ROOT, First, Raised, copied, forked, tests_of
 _FEW, _SECONDS = 25, 8.0  # tests that a fault is shown to first, and what they take together
 _MANY, _LONG = 150, 60.0  # before it has survived
 _VARIANTS = 3  # of one test among the few
+_NEAR = 60.0  # seconds of tests that are near a file, whose lines the trace had no time for
 # Tests of a part of the tree, by the beginning of a file's path: the longest that fits.
 _CALLS = "axes/test_survivors*.py axes/test_doors.py axes/test_bad_input.py"
 _CORE = "axes/test_[a-eghm-z]*.py axes/test_f[air]*.py axes/test_leg*.py axes/test_lift*.py axes/test_kernel_*.py"
 TESTS: dict[str, str] = {
-    "axes/core": f"{_CORE} sequence/test_[adglmrt]*.py",
+    "axes/core": f"{_CORE} sequence/test_[adglmrt]*.py optim/test_[ns]*.py",
     "axes/routes": f"{_CORE} sequence/test_[adglmrt]*.py",
     "axes/kernels": "axes/test_kernels_*.py axes/test_kernel_*.py axes/test_host.py axes/test_operators.py",
     "axes/kernels/common": (
@@ -158,6 +160,7 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         "which streams a program takes: the same numbers",
     ),
     ("axes/kernels/blocks/plan.py", "0.0"): ("plain = [s._replace(", "a key that is compared with keys made alike"),
+    ("axes/kernels/scalar/sizes.py", "2"): ("stages = min(stages, 2)", "stages of a launch: a GPU's room and speed"),
     ("axes/kernels/scalar/sizes.py", "64"): (
         'form != "pieces" or keys < 64',
         "blocks, warps and stages of a launch: a GPU's speed",
@@ -174,6 +177,78 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         "axes/kernels/blocks/enter.py",
         "torch.is_grad_enabled() and any(x.requires_grad for x in (p, *parameters, *tails))",
     ): "what a backward would read is kept though nobody asks for one: the same numbers",
+    ("axes/core/chain.py", "isinstance(k, Tensor) and isinstance(v, Tensor)"): "an assertion for type checkers",
+    ("axes/core/geometry/norms.py", "1.0"): (
+        "inverse = torch.where(total > 0, total, 1.0)",
+        "the powers of a zero leaf are zero, whatever they are multiplied with",
+    ),
+    ("axes/core/geometry/spectral.py", "1.0"): (
+        "top = torch.where(s[..., :1] > 0",
+        "of a zero matrix nothing is kept, whatever it is divided by",
+    ),
+    ("axes/routes/by_rows.py", "1"): (
+        "size = 1 << max",
+        "how many tokens a chunk has: the same numbers to a rounding",
+    ),
+    ("axes/routes/one_state.py", "1"): (
+        "size = _CHUNK if c.gate is None",
+        "how many tokens a chunk has: the same numbers to a rounding",
+    ),
+    ("axes/routes/levels.py", "c.gate.shape[-1] > 1"): "how many tokens a chunk has: the same numbers to a rounding",
+    ("axes/routes/cascade.py", "_keeps(update, state, parts, q) > KEPT and live(signal, state, q)"): (
+        "what is computed again in the backward pass, or kept: the same numbers"
+    ),
+    ("axes/routes/choice.py", "(device.index or 0) < torch.cuda.device_count()"): "nobody asks it without a GPU",
+    ("axes/routes/kernel_terms.py",
+     "held.shape[2 - x.ndim :] == x.shape[2:] and held.numel() == x[0, 0].numel()"): (
+        "what was expanded along two dimensions and has as many numbers has the shape but for ones"
+    ),
+    ("axes/routes/serial.py", "0"): ("beta=0, alpha=-1", "zero is added, times nothing or once"),
+    ("axes/routes/states.py", "now.addcmul_(a, before)"): "a product does not know an order",
+    ("axes/routes/substitution_kernel.py", "no_substitution(update) is None"): "without a GPU nothing is made ahead",
+    ("depth/products.py", "1"): ("size = max(1, _NUMBERS", "how many rows a piece has: the same numbers"),
+    ("optim/engine/capabilities.py", 'gates(monoid) <= {"identity", "zero", "scalar", "hadamard"}'): (
+        "no monoid has all four gates"
+    ),
+    ("optim/rules/natural_gradient.py", "today or self._today(group)"): (
+        "all but shards are stepped with the day's numbers, and it refuses shards"
+    ),
+    ("optim/rules/shampoo.py", "0"): (
+        "if betas[0] > 0.0",
+        "an average that keeps nothing has the normal form of none",
+    ),
+    ("optim/tools/convert.py", "1"): ("torch.zeros(1, 1, requires_grad", "defaults do not know a shape"),
+    ("axes/kernels/blocks/products.py", "_FEW * x.shape[-1]"): (
+        "whether few tokens meet the weights apart or together: the same numbers to a rounding"
+    ),
+    ("axes/kernels/blocks/enter.py", "torch.compiler.is_compiling() or type(p) is not Tensor"): (
+        "which of two doors to one function: the same numbers; a compiler on a GPU tells (tests/gpu/test_blocks.py)"
+    ),
+    ("axes/kernels/common/line.py", "2"): (
+        "lines[0][2:] =",
+        "the stream is asked for twice: the same launches",
+    ),
+    ("axes/kernels/common/versions.py", "0"): (
+        "_line(version) > _LINES[0]",
+        "between two neighbouring versions there is none",
+    ),
+    ("axes/kernels/network/chain.py", "0"): ("w1.new_empty(0)", "a tensor that nobody reads"),
+    ("axes/kernels/scalar/hopper.py", "b * segments"): (
+        "_prepare[(b * segments",
+        "Gluon has no interpreter; a GPU tells (tests/gpu/test_hopper_forward.py)",
+    ),
+    ("axes/kernels/scalar/hopper.py", "64"): (
+        "rows = 64 * q.shape[1]",
+        "Gluon has no interpreter; a GPU tells (tests/gpu/test_hopper_two.py)",
+    ),
+    ("axes/kernels/scalar/hopper.py", "start is not None"): (
+        "STARTED=start is not None, RECORD=record, TWO=two",
+        "Gluon has no interpreter; a GPU tells (tests/gpu/test_hopper_forward.py)",
+    ),
+    ("axes/kernels/scalar/launches.py", "8"): ("num_warps=8 if matrix and whole", "warps of a launch: a GPU's speed"),
+    ("axes/kernels/streams/look.py", '"project" if shape.side <= 64 else "project, wide"'): (
+        "tiles and stages of a launch: a GPU's speed"
+    ),
     ("sequence/by_hand.py", "torch.mul(d, own, out=dx[:, first:end])"): "a product does not know an order",
 }
 
@@ -197,7 +272,9 @@ _HEAD = """# Planted faults
 
 Written by `python -m tests.mutants FILES --report docs/mutants`, which plants one fault at a time in a copy of the tree
 and shows it to tests that run its line; a file's faults are drawn by a seed. A line that no test of the part runs
-within the budget is left out of the counts; an open one was shown to those of its tests that a trace had time for.
+within the budget is left out of the counts; an open one was shown to those of its tests that a trace had time for, and
+to tests near its file: those that saw other faults of it, and those that say its names. Samples of several seeds stand
+beside each other (`--merge`), as of today's tree.
 Four in what launches kernels were planted by hand and shown to tests that start Triton's interpreter in a process of
 its own, which sees nothing of a fault in the process of its test. Faults of GPU kernels stand in `tests/gpu/faults.py`,
 for a machine that has a GPU.
@@ -326,6 +403,9 @@ def faults(file: str, source: str) -> list[tuple[Fault, str]]:
     return found
 
 
+_faults = functools.lru_cache(maxsize=4)(faults)
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -375,10 +455,15 @@ def _probed(path: Path, hit: Callable[[int], None]) -> list[range] | None:
     probes, source = _Probes(), path.read_text(encoding="utf-8")
     if not patch(Changed(str(path), source, probes.visit(ast.parse(source)))):
         return None
-    for module in list(sys.modules.values()):
-        if os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(path):
-            vars(module)["_hit_"] = hit
+    for module in _modules(path):
+        vars(module)["_hit_"] = hit
     return probes.lines
+
+
+def _modules(path: str | Path) -> list[ModuleType]:
+    """Those that have been imported from a file."""
+    files = [(module, getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+    return [module for module, file in files if file and os.path.realpath(file) == os.path.realpath(path)]
 
 
 class _Traced:
@@ -529,15 +614,19 @@ class _Served:
             plugin.end(item.nodeid)
         return {f: dict(lines) for f, lines in plugin.lines.items()}, plugin.seconds
 
-    def show(self, session: Any, changed: Changed, tests: Sequence[str], seconds: float) -> str | None:
-        """The first of the tests that fails; "*" where the change is in no function."""
-        if not patch(changed):
+    def show(
+        self, session: Any, changed: Changed, tests: Sequence[str], seconds: float, patience: float
+    ) -> str | None:
+        """The first of the tests that fails; "*" where the change is in no function of what is imported already. What
+        nobody has imported yet, tests and the processes that they start import as it stands there. No further test is
+        begun after `patience`."""
+        if not patch(changed) and _modules(changed.path):
             return "*"
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
-        items = [self.items[t] for t in tests]
+        items, end = [self.items[t] for t in tests], time.monotonic() + patience
         for item, following in zip_longest(items, items[1:]):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if self.first.name:
+            if self.first.name or time.monotonic() > end:
                 break
         return self.first.name
 
@@ -556,13 +645,15 @@ class _Server:
         theirs.close()
         self.tests: list[str] = self._mine.recv()
 
-    def show(self, tree: Path, fault: Fault, source: str, tests: Sequence[str], seconds: float) -> Any:
+    def show(
+        self, tree: Path, fault: Fault, source: str, tests: Sequence[str], seconds: float, patience: float = 1e9
+    ) -> Any:
         """What `_Served.show` says of a fault, which stands in the file too, for processes that tests start."""
         path = tree / fault.file
         before = path.read_text(encoding="utf-8")
         path.write_text(source, encoding="utf-8")
         try:
-            return self.ask("show", 10 * seconds, Changed(str(path), before, source), tests, seconds)
+            return self.ask("show", 10 * seconds, Changed(str(path), before, source), tests, seconds, patience)
         finally:
             path.write_text(before, encoding="utf-8")
 
@@ -621,8 +712,34 @@ def _chosen(tests: set[str], times: dict[str, float], most: int, seconds: float,
     return chosen
 
 
-def one(server: _Server, tree: Path, fault: Fault, source: str, tests: set[str], times: dict[str, float]) -> Found:
-    """A fault shown to few tests, then to many; or, where it is in no function, to few in a process that imports it."""
+def near(tests: Sequence[str], file: str, text: str, seen: Sequence[str]) -> list[str]:
+    """Tests that are about a file, the nearest first, one case of each before a second one of any: those that have seen
+    other faults of it (`seen`), those of what it declares, and those in files where some have seen a fault.
+
+    A trace is cut where its budget is spent, so that most tests of a large part are not in it."""
+    words = [w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w]
+    words = [Path(file).stem, *words]
+    named = re.compile("|".join(rf"(?<![a-z]){re.escape(w)}(?![a-z])" for w in words), re.I)
+    by, places = ({t.partition(mark)[0] for t in seen} for mark in ("[", "::"))
+    turns: dict[tuple[int, int], list[str]] = defaultdict(list)
+    counts: dict[str, int] = defaultdict(int)
+    shuffled = sorted(tests)
+    random.Random(0).shuffle(shuffled)
+    for t in shuffled:
+        name, place = t.partition("[")[0], t.partition("::")[0]
+        rank = 0 if name in by else 1 if named.search(t) else 2 if place in places else 3
+        if rank < 3:
+            turns[counts[name], rank].append(t)
+            counts[name] += 1
+    return [t for turn in sorted(turns) for t in turns[turn]]
+
+
+def one(
+    server: _Server, tree: Path, fault: Fault, source: str, tests: set[str], times: dict[str, float],
+    others: Sequence[str] = (),
+) -> Found:  # fmt: skip
+    """A fault shown to few tests, then to many, and to others that are near but not traced; or, where it is in no
+    function, to few in a process that imports it."""
     begun = time.monotonic()
     few = _chosen(tests, times, _FEW, _SECONDS, _VARIANTS)
     many = _chosen(tests, times, _MANY, _LONG, _MANY)
@@ -630,6 +747,8 @@ def one(server: _Server, tree: Path, fault: Fault, source: str, tests: set[str],
         by = server.show(tree, fault, source, some, 20 + 5 * sum(times[t] for t in some))
         if by != "":
             break
+    if by == "" and (rest := [t for t in others if t not in times][: 2 * _MANY]):
+        by = server.show(tree, fault, source, rest, 20 + 5 * _NEAR, _NEAR)
     if by != "*":
         return _found(fault, by, begun)
     nearest = sorted({t.partition("::")[0] for t in few}, key=lambda f: -sum(t.startswith(f) for t in few))[:3]
@@ -638,10 +757,11 @@ def one(server: _Server, tree: Path, fault: Fault, source: str, tests: set[str],
 
 
 def run(
-    files: Sequence[str], sample: int, seed: int, budget: float, minutes: float, known: Callable[[list[Found]], None]
-) -> None:
+    files: Sequence[str], sample: int, seed: int, budget: float, minutes: float, known: Callable[[list[Found]], None],
+    seen: Mapping[str, Sequence[str]],
+) -> None:  # fmt: skip
     """`sample` faults of every file, drawn by a seed, whose lines tests run; and those between, whose lines none do.
-    known is called with a file's faults."""
+    known is called with a file's faults. seen: by file, tests that have seen others of its faults."""
     import numpy  # noqa: F401
     import pytest  # noqa: F401
     import scipy.linalg  # noqa: F401
@@ -665,7 +785,8 @@ def run(
             for file in some:
                 if time.monotonic() > end:
                     return
-                known(_of_a_file(server, tree, file, lines[file], times, sample, seed))
+                others = near(server.tests, file, (tree / file).read_text(encoding="utf-8"), seen.get(file, ()))
+                known(_of_a_file(server, tree, file, lines[file], times, sample, seed, others))
             server.close()
 
 
@@ -690,40 +811,66 @@ def named() -> list[Found]:
     return found
 
 
+def _today(row: Mapping[str, Any], text: str, known: bool = False) -> tuple[Fault, str] | None:
+    """A row's fault as it can be planted today, and the source that has it: of those alike, on the nearest line; or,
+    of one that is known to have survived for a reason, on the line that the reason is about."""
+    alike = [x for x in _faults(row["file"], text) if x[0][2:] == (row["kind"], row["was"], row["now"])]
+    if known and row["outcome"] == "survived":
+        alike = [x for x in alike if reason(x[0].file, x[0].line, x[0].was)] or alike
+    return min(alike, key=lambda x: abs(x[0].line - row["line"])) if alike else None
+
+
+def merged(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a report and those of other samples that were shown to tests, each fault once, of those that can be
+    planted today; a fault that both have is the first one's, but where only the second one was seen."""
+    texts = functools.cache(lambda file: (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else "")
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    both = [(row, True) for row in rows] + [(row, False) for row in others if row["outcome"] != "not run"]
+    for row, first in both:
+        if row["kind"] == "named":
+            kept[row["file"], "named", row["was"]] = row
+        elif (here := _today(row, texts(row["file"]), first)) is not None:
+            known = kept.setdefault(here[0], {**row, "line": here[0].line})
+            if known["outcome"] in ("survived", "not run") and row["outcome"] not in ("survived", "not run"):
+                known.update(row, line=here[0].line)
+    return list(kept.values())
+
+
 def survivors(
-    rows: Sequence[dict[str, Any]], also: Sequence[str], budget: float, seconds: float, known: Callable[[Found], None]
-) -> None:
-    """Faults that have survived, shown to more of the tests that run them, to those with a word of `also`, and then to
-    some that name what the file declares. known is called with each."""
+    rows: Sequence[dict[str, Any]], also: Sequence[str], budget: float, seconds: float, known: Callable[[Found], None],
+    seen: Mapping[str, Sequence[str]], of: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Faults that have survived, shown to tests with a word of `also` (FILE=WORD: faults of such files alone), to more
+    of those that run them (none, if budget is zero), and then to some that are near the file. known is called with
+    each; seen: as `run`; of: the tests that there are, in place of those of the file's part."""
     import torch._dynamo  # noqa: F401
 
     parts: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        parts[tests_for(row["file"])].append(row)
+        parts[tuple(of) or tests_for(row["file"])].append(row)
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
         for tests, some in parts.items():
             server = _Server(tree, tests)
-            made = server.ask("lines", 20 * budget, tree, sorted({r["file"] for r in some}), budget)
+            files = sorted({r["file"] for r in some})
+            made = server.ask("lines", 20 * budget, tree, files, budget) if budget else ({}, {})
             if not isinstance(made, tuple):
                 raise SystemExit(f"the trace came to no end: {made}")
             lines, times = made
             print(f"{len(server.tests)} tests, {len(times)} traced", flush=True)
             for row in some:
                 text, begun = (tree / row["file"]).read_text(encoding="utf-8"), time.monotonic()
-                alike = [x for x in faults(row["file"], text) if x[0][2:] == (row["kind"], row["was"], row["now"])]
-                if not alike:
+                if (here := _today(row, text)) is None:
                     continue
-                fault, source = min(alike, key=lambda x: abs(x[0].line - row["line"]))
-                words = [w for pair in re.findall(r'^class (\w+)|^ +name = "([^"]+)"', text, re.M) for w in pair if w]
-                words = [Path(row["file"]).stem, *words]
-                names = re.compile("|".join(rf"(?<![a-z]){w}(?![a-z])" for w in words), re.I)
-                more = [t for t in server.tests if names.search(t)]
-                random.Random(0).shuffle(more)
-                run_it = _chosen(lines[fault.file].get(fault.line, set()), times, _MANY, _LONG / 3, 2 * _VARIANTS)
-                asked = [t for t in server.tests if any(w in t for w in also)]
+                fault, source = here
+                more = near(server.tests, row["file"], text, seen.get(row["file"], ()))
+                ran = lines.get(fault.file, {}).get(fault.line, set())
+                run_it = _chosen(ran, times, _MANY, _LONG / 3, 2 * _VARIANTS)
+                pairs = [w.rpartition("=") for w in also]
+                mine = [w for of, _, w in pairs if of in fault.file]
+                asked = [t for t in server.tests if any(w in t for w in mine)]
                 asked = list(dict.fromkeys(asked + run_it + ([] if run_it else more)))
-                by = server.show(tree, fault, source, asked[:_MANY], seconds)
+                by = server.show(tree, fault, source, asked[:_MANY], seconds, seconds / 2)
                 if by == "*":
                     quick = [t for t in asked if "::" not in t.partition("[")[2]][:_FEW]
                     found = shown(tree, fault, source, quick, seconds)
@@ -736,8 +883,9 @@ def survivors(
 
 
 def _of_a_file(
-    server: _Server, tree: Path, file: str, lines: dict[int, set[str]], times: dict[str, float], sample: int, seed: int
-) -> list[Found]:
+    server: _Server, tree: Path, file: str, lines: dict[int, set[str]], times: dict[str, float], sample: int, seed: int,
+    others: Sequence[str],
+) -> list[Found]:  # fmt: skip
     every, found, taken = faults(file, (tree / file).read_text(encoding="utf-8")), list[Found](), 0
     random.Random(f"{seed} {file}").shuffle(every)
     for fault, source in every:
@@ -745,7 +893,7 @@ def _of_a_file(
             break
         tests = lines.get(fault.line, set()) & times.keys()
         if tests:
-            found.append(one(server, tree, fault, source, tests, times))
+            found.append(one(server, tree, fault, source, tests, times, others))
             taken += 1
             last = found[-1]
             print(f"{file}:{fault.line} {last.outcome} {last.seconds:.1f} s: {fault.was} -> {fault.now}", flush=True)
@@ -804,8 +952,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=90, help="seconds of the trace of a part")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further file is begun after them")
-    parser.add_argument("--survivors", nargs="*", metavar="WORD", help="those of the report alone, to more tests")
+    parser.add_argument("--survivors", nargs="*", metavar="[FILE=]WORD",
+                        help="those of the report alone, to more tests")  # fmt: skip
     parser.add_argument("--named", action="store_true", help="the faults that nobody saw once, and nothing else")
+    parser.add_argument("--tests", nargs="*", default=(), help="for --survivors, in place of those of a file's part")
+    parser.add_argument("--merge", nargs="*", type=Path, help="reports of other samples, to stand beside this one")
     parser.add_argument("--again", action="store_true", help="files that the report has, too")
     parser.add_argument("--report", type=Path, default=Path("docs/mutants"), help="NAME.json and NAME.md")
     given = parser.parse_args()
@@ -822,6 +973,17 @@ def main() -> None:
         files = {f.fault.file for f in found}
         put([r for r in rows() if r["file"] not in files or r["kind"] == "named"], found)
 
+    def seen() -> dict[str, list[str]]:
+        found: dict[str, list[str]] = defaultdict(list)
+        for r in rows():
+            if r["outcome"] == "seen":
+                found[r["file"]].append(r["by"])
+        return found
+
+    if given.merge is not None:
+        others = [r for path in given.merge for r in json.loads(path.read_text())]
+        put(merged(rows(), others), [])
+        given.files = []
     if given.survivors is not None:
         lost = [r for r in rows() if r["outcome"] == "survived" and not reason(r["file"], r["line"], r["was"])]
         lost = [r for r in lost if not given.files or r["file"] in _files(given.files)]
@@ -833,14 +995,14 @@ def main() -> None:
                     r.update(outcome=found.outcome, by=found.by, line=of.line)
             kept.write_text(json.dumps(after, indent=1) + "\n")
 
-        survivors(lost, given.survivors, given.budget, 150, again)
+        survivors(lost, given.survivors, given.budget, 150, again, seen(), given.tests)
         given.files = []
     if given.named:
         put([r for r in rows() if r["kind"] != "named"], named())
         given.files = []
     there = set() if given.again else {r["file"] for r in rows() if r["kind"] != "named"}
     files = [f for f in _files(given.files) if f not in there]
-    run(files, given.sample, given.seed, given.budget, given.minutes, known)
+    run(files, given.sample, given.seed, given.budget, given.minutes, known, seen())
     found = [Found(Fault(*(r[n] for n in Fault._fields)), r["outcome"], r["by"], r["seconds"]) for r in rows()]
     given.report.with_suffix(".md").write_text(_HEAD + report(found))
     print(report(found))

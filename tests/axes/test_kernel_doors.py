@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import sysconfig
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.errors import ShapeError
+from axes.kernels.blocks import products
 from axes.kernels.blocks.leave import LARGEST as LARGEST_HEAD
 from axes.kernels.blocks.leave import leave
 from axes.kernels.common import versions
-from axes.kernels.common.ahead import rehearsal
+from axes.kernels.common.ahead import _alike, rehearsal
 from axes.kernels.common.launch import _closed
 from axes.kernels.common.line import recording
 from axes.kernels.diagonal_delta import chain as delta
@@ -211,3 +214,142 @@ def test_parts_of_a_sum_fill_a_gpu_and_are_not_too_short() -> None:
         wanted = max(1, min(outer._PROCESSORS * (4 if side == 64 else 1) // programs, length // outer._LEAST))
         assert found == wanted and made in (None, found)
     assert outer.parts(16, 64, 1 << 20) == 4 * outer._PROCESSORS // 16 != outer.parts(16, 128, 1 << 20)
+
+
+def test_powers_of_two_are_the_least_that_are_enough() -> None:
+    for x in range(1, 70):
+        found = sizes.power_of_2(x)
+        assert found.bit_count() == 1 and found >= x > found // 2, x
+
+
+def test_tiles_say_where_heads_and_rows_of_matrices_lie() -> None:
+    bulk = importlib.import_module("axes.kernels.common.bulk")
+    x = torch.empty(2, 80, 3, 64, dtype=torch.bfloat16)
+    made = bulk.head_tiles(x, 32)
+    assert made.shape == [2, 3, 80, 64] and made.block_shape == [1, 1, 32, 64]
+    assert made.strides == [80 * 3 * 64, 64, 3 * 64, 1]
+    y = torch.empty(5, 16, 64, dtype=torch.bfloat16)
+    cases: tuple[tuple[dict[str, int], list[int], list[int]], ...] = (
+        ({}, [80, 64], [16, 64]),
+        ({"rows": 8}, [80, 64], [8, 64]),
+        ({"columns": 32}, [80, 64], [16, 32]),
+        ({"width": 32}, [160, 32], [16, 32]),
+        ({"width": 128, "columns": 64}, [40, 128], [16, 64]),
+    )
+    for given, shape, tile in cases:
+        made = bulk.matrix_tiles(y, **given)
+        assert (made.shape, made.strides, made.block_shape) == (shape, [shape[1], 1], tile), given
+
+
+def test_inverses_of_float32_are_merged_by_whole_products() -> None:
+    constants = importlib.import_module("axes.kernels.common.inverse").constants
+    assert [constants(d, 64, 4)["MERGE"] for d in (torch.float32, torch.bfloat16, torch.float16)] == [
+        "ieee", "tf32x3", "tf32x3",
+    ]  # fmt: skip
+    assert constants(torch.float32, 64, 4)["LANES"] == 128 and constants(torch.float32, 256, 4)["LANES"] == 256
+
+
+def test_what_is_compiled_for_holds_no_tensor_of_a_tuple() -> None:
+    class Named(NamedTuple):
+        x: int
+
+    x = torch.zeros(64)
+    one, (two, number), named = _alike((x, (x[1:], 3), Named(1)))
+    assert one.numel() == 1 and one.data_ptr() % 16 == 0 and two.data_ptr() % 16 == 4
+    assert number == 3 and type(named) is Named and not {one.data_ptr(), two.data_ptr()} & {x.data_ptr()}
+
+
+def test_a_cut_has_a_place_for_every_token() -> None:
+    for length, segments in ((300, 1), (1000, 3), (1024, 4), (64, 5), (65, 2)):
+        made = sizes.cut(2, length, 64, segments, None)
+        assert made.L * made.S >= length > made.L * (made.S - 1) and made.N * 64 >= made.L > (made.N - 1) * 64
+        assert segments >= made.S and (made.units, made.slots) == (2 * made.S, 2 * made.S * made.N)
+    assert [sizes.cut(1, 1024, 64, s, None).S for s in (1, 2, 4)] == [1, 2, 4]
+
+
+def test_segments_for_hopper_take_the_least_time() -> None:
+    """2.7 microseconds for a chunk; cut, 1.7 more for its map, 2 to merge a segment, 10 for more launches."""
+    for programs, chunks in ((1, 1), (4, 64), (16, 500), (1000, 64)):
+        most = max(1, min(sizes.PROCESSORS // programs, chunks))
+        times = {s: 2.7 * chunks if s == 1 else 4.4 * -(-chunks // s) + 2 * s + 10 for s in range(1, most + 1)}
+        assert times[sizes.plain_segments_of(programs, chunks)] == min(times.values())
+
+
+def test_packed_sequences_without_tokens_hand_their_states_on() -> None:
+    q, v, cu = torch.zeros(1, 0, 1, 4), torch.zeros(1, 0, 1, 3), torch.zeros(4, dtype=torch.int32)
+    _, final, _ = scalar._forward(q, q, v, None, None, None, None, None, cu, False, False, 1, False)
+    assert final.shape == (3, 1, 3, 4)
+    assert scalar._cut(torch.zeros(1, 256, 1, 64), torch.zeros(1, 256, 1, 64), None, None, None, False, False, 4).S == 4
+
+
+def test_a_mass_of_one_channel_is_taken() -> None:
+    for y, m in ((torch.zeros(2, 3, 1), torch.zeros(2, 3, 1)), (torch.zeros(3, 2), torch.zeros(3, 1))):
+        with pytest.raises(Exception) as refused:  # by whoever launches: there is no GPU
+            over_mass(y, m)
+        assert "over_mass: y is" not in str(refused.value)
+    with pytest.raises(ShapeError, match=r"over_mass: y is \(\.\.\., D\)"):
+        over_mass(torch.zeros(2, 3, 1), torch.zeros(3, 2, 1))
+
+
+def test_a_skip_is_of_what_leaves() -> None:
+    y, skip = torch.zeros(1, 2, 3, 4), torch.zeros(12)
+    for v, says in ((torch.zeros(1, 2, 3, 5), r"not torch.float32 \(1, 2, 3, 5\)"), (y.double(), "not torch.float64")):
+        with pytest.raises(ShapeError, match=r"leave: v is torch.float32 \(1, 2, 3, 4\), " + says):
+            leave(y, skip=skip, v=v)
+    with pytest.raises(Exception) as refused:
+        leave(y, skip=skip, v=y)
+    assert "leave: v is" not in str(refused.value)
+
+
+def test_rows_that_fill_a_product_up_are_zero() -> None:
+    drawn = [torch.randn(n, 4) for n in (3, 2)]
+    made = products._stacked(drawn, 8, torch.float32)
+    assert torch.equal(made[:5], torch.cat(drawn)) and made.shape == (8, 4) and not made[5:].any()
+    assert torch.equal(products._stacked(drawn, 4, torch.float32), torch.cat(drawn))
+
+
+def test_what_is_read_of_no_tokens_is_nothing() -> None:
+    from axes.kernels.substitution.reading import shown
+
+    made = shown(torch.zeros(2, 0, 1, 4), "nobody asks for it", (), torch.bfloat16)
+    assert made.shape == (2, 0, 1, 4) and made.dtype == torch.bfloat16
+
+
+def test_a_write_and_a_look_are_refused_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.kernels.common import layout
+    from axes.kernels.streams.follow import write_look
+
+    monkeypatch.setattr(layout, "interpreted", lambda: True)
+    x, y, w, a, b = torch.zeros(3, 4, 8), torch.zeros(3, 8), torch.zeros(4), torch.zeros(4), torch.zeros(1, 4)
+    with pytest.raises(ShapeError, match=r"write_look: phi is \(4, 32\) beside streams"):
+        write_look(x, y, w, None, torch.zeros(4, 31), a, b, "sigmoid")
+
+
+def test_matrices_that_stand_on_chip() -> None:
+    """Programs of eight warps own 128 hidden units or more, whatever F is."""
+    hold = importlib.import_module("axes.kernels.network.hold")
+    for d, f in ((16, 16), (64, 128), (128, 512), (100, 300)):
+        k, w2 = (torch.empty(1, 1, n, d, device="meta", dtype=torch.bfloat16) for n in (1, f))
+        rows, hidden = sizes.power_of_2(max(d, 16)), sizes.power_of_2(max(f, 128))
+        assert hold.fits(k, w2) == (rows * hidden <= hold.ENTRIES), (d, f)
+    most = torch.empty(1, 1, 1, hold.ENTRIES // 128, device="meta", dtype=torch.bfloat16)
+    assert hold.fits(most, torch.empty(1, 1, 16, 1, device="meta"))
+    for other in (torch.cat((most, most), -1), most.double()):
+        assert not hold.fits(other, torch.empty(1, 1, 16, 1, device="meta"))
+
+
+def test_what_hoppers_kernels_of_two_layers_may_be_called_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("axes.kernels.network.hopper_hold")
+    refused: list[str | None] = [None]
+    monkeypatch.setattr(module.versions, "hopper_refusal", lambda device: refused[0])
+    monkeypatch.setattr(module, "known_response", lambda name: (SimpleNamespace(text=name),))
+
+    def made(width: int, hidden: int, name: str = "plain", dtype: torch.dtype = torch.bfloat16) -> bool:
+        k = torch.empty(1, 5, 2, width, dtype=dtype, device="meta")
+        return bool(module.fits(k, torch.empty(1, 2, hidden, width, device="meta"), name))
+
+    w, h = module.WIDTH, module.HIDDEN
+    assert made(w, h) and not made(w, h + 1) and not made(w // 2, h) and not made(w, h, "functions.gelu")
+    assert not made(w, h, dtype=torch.float64)
+    refused[0] = "another processor"
+    assert not made(w, h)

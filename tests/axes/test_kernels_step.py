@@ -62,6 +62,9 @@ for rule, more in (("average", {}), ("write", {}), ("delta", {}), ("delta", {"ea
         token |= {} if g is None else {"g": g, "beta": torch.rand(2, 2)}
         chain(torch.randn(2, 2, 9, 5), token)
 
+heads = {"q": torch.randn(2, 2, 5), "k": torch.randn(2, 2, 5), "v": torch.randn(2, 4, 9)}  # two share a key
+chain(torch.randn(2, 4, 9, 5), {**heads, "rule": "delta", "g": -torch.rand(2, 4), "beta": torch.rand(2, 4)})
+
 angles = torch.randn(2, 2, 6)[..., 3:]
 for angle in (torch.randn(3), angles, angles[:, :1].expand(-1, 2, -1), torch.randn(2, 2, 3, 2)[..., 0]):
     for g in (None, -torch.rand(2, 2), -10 * torch.rand(2, 2, 6)):

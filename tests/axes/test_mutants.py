@@ -138,3 +138,61 @@ def test_faults_run_side_by_side_after_their_tests_alone(tmp_path: Path, monkeyp
     (none,) = gpu.run(faults[:1], 1, 2.0, 0.0, lambda found: None)
     assert none.outcome == "not shown: no time was left"
     assert forked(lambda: time.sleep(60), 0.1) is None and forked(lambda: os._exit(3), 60) == "ended"
+
+
+def test_rows_of_two_samples_are_those_of_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "f.py").write_text("def f(a):\n    # moved down\n    if a < 3:\n        return a + 1\n    return a\n")
+
+    def row(line: int, kind: str, was: str, now: str, outcome: str) -> dict[str, object]:
+        fault = {"file": "f.py", "line": line, "kind": kind, "was": was, "now": now}
+        return {**fault, "outcome": outcome, "by": outcome, "seconds": 1.0}
+
+    named = row(1, "named", "a", "b", "seen")
+    first = [
+        named, row(2, "comparison", "a < 3", "(a <= 3)", "survived"), row(3, "operator", "a * 2", "(a / 2)", "seen"),
+    ]  # fmt: skip
+    second = [
+        row(9, "comparison", "a < 3", "(a <= 3)", "seen"), row(3, "constant", "3", "(4)", "survived"),
+        row(4, "operator", "a + 1", "(a - 1)", "not run"),
+    ]  # fmt: skip
+    found = mutants.merged(first, second)
+    assert [(r["line"], r["kind"], r["outcome"]) for r in found] == [
+        (1, "named", "seen"), (3, "comparison", "seen"), (3, "constant", "survived"),
+    ]  # fmt: skip
+    assert [r["outcome"] for r in mutants.merged(second, first[1:])] == ["seen", "survived", "not run"]
+    (tmp_path / "f.py").write_text("def f(a):\n    a = 1 + a\n    b = 1\n    return a + b\n")
+    moved = [row(3, "constant", "1", "(2)", "survived")]
+    monkeypatch.setitem(EQUIVALENT, ("f.py", "1"), ("a = 1 + a", "whatever"))
+    assert [[r["line"] for r in mutants.merged(*some)] for some in ((moved, ()), ((), moved))] == [[2], [3]]
+
+
+def test_what_is_near_a_file_saw_others_of_its_faults_or_says_its_names() -> None:
+    tests = [f"t/test_a.py::test_{n}" for n in ("one[1]", "one[2]", "two", "drift")] + ["t/test_b.py::test_of_Drift[x]"]
+    tests += ["t/test_c.py::test_other"]
+    found = mutants.near(tests, "axes/drift.py", "class Drift:\n    pass\n", ["t/test_a.py::test_one[7]"])
+    assert found[0].startswith("t/test_a.py::test_one[") and set(found[1:3]) == {tests[3], tests[4]}
+    assert found[3] == tests[2] and found[4].startswith("t/test_a.py::test_one[") and len(found) == 5
+
+
+def test_what_nobody_has_imported_is_read_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()  # a tree has one
+    (tmp_path / "late.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "test_late.py").write_text(
+        "import subprocess, sys\ndef test_double():\n"
+        "    program = 'from late import double; assert double(3) == 6'\n"
+        "    assert subprocess.run([sys.executable, '-c', program], cwd='.').returncode == 0\n"
+        "def test_never():\n    raise ValueError\n"
+    )
+    before = Path.cwd()
+    try:
+        server = mutants._Server(tmp_path, ["test_late.py"])
+    finally:
+        os.chdir(before)
+    fault, source = next(x for x in faults("late.py", (tmp_path / "late.py").read_text()) if x[0].kind == "constant")
+    assert server.show(tmp_path, fault, source, ["test_late.py::test_double"], 60) == "test_late.py::test_double"
+    whole = (tmp_path / "late.py").read_text()
+    assert server.show(tmp_path, fault, whole + "#", ["test_late.py::test_double"], 60) == ""
+    asked = ["test_late.py::test_double", "test_late.py::test_never"]
+    assert server.show(tmp_path, fault, whole + "#", asked, 60, 0.0) == ""  # none is begun when patience is at its end
+    server.close()

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from axes import dispatch, optim
 from axes.core.algorithms import Anchor, Held, Momentum, Read, Step
 from axes.core.chain import chain
-from axes.core.costs import Alignment, Given, Linear, Ridge, SquaredError
+from axes.core.costs import Alignment, Given, Huber, Linear, Ridge, SquaredError
 from axes.core.derived import erases_along_key
-from axes.core.geometry import Ball, Sphere
+from axes.core.geometry import Ball, Context, Euclidean, Lq, RankOneWhiten, RelativeStep, Sphere
+from axes.core.geometry.low_rank import PowerFactors
 from axes.core.geometry.mixing import Birkhoff
 from axes.core.geometry.preconditioners import Eigenbasis, InverseRoot, Kronecker
+from axes.core.geometry.spectral import solved
 from axes.core.memory import Fenwick, Matrix
 from axes.core.monoids import Decay, Diagonal, Householder, Identity, Product, Rotation, Scalar
 from axes.core.rates import SEEN, Count, Per, resolve
@@ -76,6 +78,11 @@ def test_autocast_is_heard_of_and_left() -> None:
         assert not autocast(x)
 
 
+def _sides() -> tuple[StateUpdate, ...]:
+    """Statistics of rows and of columns."""
+    return tuple(StateUpdate(Linear(of), monoid=Scalar(0.9)) for of in ("row-square", "column-square"))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "axis": (lambda: Sphere("diagonal"), "Sphere: axis 'diagonal'"),  # type: ignore[arg-type]
     "no radius": (lambda: Sphere(radius=0.0), "Sphere: radius must be positive"),
@@ -83,6 +90,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "radius by row": (lambda: Ball(Per("r", "row")), "Ball: the radius must be scalar"),
     "radius of a ball": (lambda: Ball(0.0), "Ball: radius must be positive"),
     "norm": (lambda: Ball(norm="l1"), "Ball: norm 'l1'"),  # type: ignore[arg-type]
+    "share of an error": (lambda: Step(feedback=1.5), "Step: feedback is a share in"),
+    "no step back": (lambda: Step(feedback=-0.5), "Step: feedback is a share in"),
+    "divisor": (lambda: PowerFactors(0), "PowerFactors: divisor must be an integer >= 1"),
+    "half a divisor": (lambda: PowerFactors(1.5), "PowerFactors: divisor must be an integer"),  # type: ignore[arg-type]
+    "eps of rows": (lambda: RankOneWhiten(_sides(), -1.0), "RankOneWhiten: eps must be positive and finite"),
+    "products of no products": (lambda: InverseRoot(precision="tf32"), "InverseRoot: precision is of products"),
+    "a size of nothing": (lambda: Per("x", "own", size=0), r"Per\('x'\): a rate of shape own has a size"),
+    "a size beside a shape": (lambda: Per("x", "row", size=3), r"Per\('x'\): a rate of shape own has a size"),
     "root": (lambda: InverseRoot(method="qr"), "InverseRoot: method 'qr'"),  # type: ignore[arg-type]
 }
 
@@ -92,6 +107,54 @@ def test_parts_refuse_by_their_own_name(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(IllegalUpdate, match=f"^{message}"):
         make()
+
+
+def test_the_least_that_is_taken() -> None:
+    assert Step(feedback=1.0).feedback == 1.0 and Per("x", "own", size=1).size == 1 and PowerFactors(1).divisor == 1
+
+
+def test_what_has_no_direction_has_no_derivative_either() -> None:
+    zero = torch.zeros(2, 3, requires_grad=True)
+    point = Sphere().primal(zero)
+    assert not point.any() and not torch.autograd.grad(point.sum(), zero)[0].any()
+
+
+def test_a_step_relative_to_weights_of_zero_is_the_least() -> None:
+    step, weights = RelativeStep(Euclidean(), 0.25), torch.zeros(2, 3, requires_grad=True)
+    made = step.primal(torch.full((2, 3), 2.0), Context(weights=weights))
+    assert torch.equal(made, torch.full((2, 3), 0.5))
+    assert torch.autograd.grad(made.sum(), weights)[0].isfinite().all()
+    torch.testing.assert_close(
+        step.primal(torch.ones(2, 3), Context(weights=torch.full((2, 3), -3.0))), torch.full((2, 3), 3.0)
+    )
+    with pytest.raises(IllegalUpdate, match="RelativeStep scales by the weights"):
+        step.primal(torch.ones(2, 3))
+
+
+def test_of_links_by_a_norm_the_euclidean_one_alone_is_the_identity() -> None:
+    theta = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    for p in (1.5, 2.0, 3.0, 4.0):
+        h = Lq(p)
+        assert h.is_identity == h.linear == h.entrywise == torch.equal(h.primal(theta), theta) == (p == 2)
+
+
+@pytest.mark.parametrize("kind", ["coordinate", "norm"])
+def test_an_implicit_step_on_hubers_cost_is_stationary(kind: Any) -> None:
+    """The residual r of a step c is the slope where the step ends: r = H'(e - c r)."""
+    e = torch.tensor([[0.1, -0.2, 0.05], [3.0, -4.0, 0.5]], dtype=torch.float64)
+    for c in (0.0, 0.5, 3.0, torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)):
+        r = Huber(0.7, kind).residual(e, torch.zeros_like(e), c)
+        end = e - c * r
+        size = end.abs() if kind == "coordinate" else torch.linalg.vector_norm(end, dim=-1, keepdim=True)
+        torch.testing.assert_close(r, end * (0.7 / size).clamp_max(1.0), rtol=0, atol=1e-9)
+
+
+def test_a_ridge_is_added_to_what_is_solved_with() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root, theta = (torch.randn(2, 3, n, generator=generator, dtype=torch.float64) for n in (2, 3))
+    made = solved(theta, root @ root.mT, 0.5)
+    assert made is not None
+    torch.testing.assert_close(made @ (root @ root.mT + 0.5 * torch.eye(3, dtype=torch.float64)), theta)
 
 
 def test_square_matrices_are_asked_for() -> None:

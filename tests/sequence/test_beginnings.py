@@ -10,7 +10,7 @@ import torch
 from axes import depth
 from axes.core.rates import Per
 from axes.errors import ShapeError
-from axes.sequence import ALL, RWKV6, S4D, LonghornDiagonal, Mamba1, Mamba3, MesaNet
+from axes.sequence import ALL, LRU, RWKV6, S4D, S5, LonghornDiagonal, Mamba1, Mamba3, MesaNet
 from axes.sequence.charts import Softplus
 from axes.sequence.miras import _Scaled
 from axes.sequence.rwkv7 import LowRank
@@ -35,7 +35,9 @@ def test_every_parameter_is_set(empty_is_nan: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "state", "inner"), [(Mamba1, 16, 2), (LonghornDiagonal, 16, 2), (Mamba3, 128, 2)], ids=str
+    ("cls", "state", "inner"),
+    [(Mamba1, 16, 2), (LonghornDiagonal, 16, 2), (Mamba3, 128, 2), (LRU, 1, 2), (S5, 1, 1)],  # of the last, numbers
+    ids=str,
 )
 def test_states_and_inner_widths_are_those_of_the_papers(cls: type, state: int, inner: int) -> None:
     sizes = cls(64, heads=4).sizes
@@ -55,6 +57,14 @@ def test_the_bonus_of_rwkv6_falls_and_zigzags() -> None:
     bonus = RWKV6(32, heads=2).around.bonus.flatten()
     for n, u in enumerate(bonus.tolist()):
         assert abs(u - (1 - n / (len(bonus) - 1) + ((n + 1) % 3 - 1) / 10)) < 1e-6
+
+
+def test_values_of_rwkv6_may_be_of_another_width_than_the_model() -> None:
+    layer = RWKV6(16, heads=2, d_k=4, d_v=6)
+    around = layer.around
+    assert around.v_proj.weight.shape == around.g_proj.weight.shape == (12, 16)
+    assert around.o_proj.weight.shape == (16, 12)
+    assert layer(torch.randn(1, 3, 16))[0].shape == (1, 3, 16)
 
 
 def test_maps_of_low_rank_begin_at_their_bias() -> None:

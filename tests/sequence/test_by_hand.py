@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import conv1d, normalize, rms_norm, silu
 
 from axes.sequence import by_hand
-from axes.sequence.by_hand import convolved, normalised
+from axes.sequence.by_hand import convolved, in_parts, normalised
 
 
 def draw(*size: int) -> Tensor:
@@ -88,3 +88,26 @@ def test_transforms_and_half_precision_take_torchs_operations(dtype: torch.dtype
     torch.testing.assert_close(each, alone)
     forward = torch.func.jvp(lambda x: convolved(x, tail, weight, None), (x[0],), (x[1],))[1]
     torch.testing.assert_close(forward, convolved(x[1], tail, weight, None))
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "hook", "replaced"])
+def test_parts_of_a_projection_are_what_the_module_makes(kind: str) -> None:
+    """With its bias, its hooks, and a forward of its own, as adapters have."""
+    projection = (_Doubled if kind == "replaced" else nn.Linear)(4, 6, bias=kind == "bias").double()
+    if kind == "hook":
+        projection.register_forward_hook(lambda module, given, made: made + 1)
+    x = draw(2, 3, 4)
+    made = in_parts(projection, x, (1, 3, 2))
+    assert [part.shape[-1] for part in made] == [1, 3, 2]
+    torch.testing.assert_close(torch.cat(tuple(made), -1), projection(x))
+    given = (x, *projection.parameters())
+    for got, want in zip(
+        torch.autograd.grad(sum((part * part).sum() for part in made), given),  # type: ignore[arg-type]
+        torch.autograd.grad(projection(x).square().sum(), given), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(got, want)

@@ -14,9 +14,9 @@ if sys.platform != "linux":  # there its absence is an error, not a reason to sk
     pytest.importorskip("triton")
 
 from axes.routes.dispatch import NoImplementation
-from axes.sequence import ALL, GatedDeltaNet, Mamba2
+from axes.sequence import ALL, GatedDeltaNet, Mamba2, PaTH
 from axes.sequence.blocks import BlockModule
-from axes.sequence.fused import no_block_kernel
+from axes.sequence.fused import Fused, no_block_kernel
 from tests.interpreter import interpret
 
 PROGRAM = r"""
@@ -269,3 +269,22 @@ def test_declarations_name_what_there_is() -> None:
         named |= {end.gate and end.gate.name, end.norm, end.skip}
         for name, _ in layer.around.named_parameters():
             assert any(name == n or name.startswith(f"{n}.") for n in named), (kind, name)
+
+
+def test_pieces_of_matrices_that_are_named_are_all_of_their_rows() -> None:
+    for kind in ALL:
+        around = kind(64, heads=2).around  # wider than any rank
+        declared = around.declaration()
+        if declared is None:
+            continue
+        ends: dict[str, int] = {}
+        gate = [declared.exit.gate] if declared.exit.gate is not None else []
+        for m in (*(m for x in (*declared.vectors, *declared.rates) for m in (x.projection, x.down) if m), *gate):
+            ends[m.name] = max(ends.get(m.name, 0), m.first + m.rows)
+        assert ends == {name: around.get_submodule(name).weight.shape[0] for name in ends}, kind
+
+
+def test_a_stream_that_is_convolved_between_two_maps_is_not_asked_for_its_tail() -> None:
+    for kind, asks in ((GatedDeltaNet, True), (PaTH, False)):
+        declared = kind(32, heads=2).around.declaration()
+        assert declared is not None and Fused(declared).asks is asks
