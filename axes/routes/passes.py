@@ -43,9 +43,9 @@ class _Passes(NamedTuple):
 def passes(update: StateUpdate) -> _Passes:
     """Of a bounded memory; gates keep their names. Slots that take what they forget are chains that say so."""
     monoid, rate = update.parts().monoid, update.parts().step.rate
-    found = []
+    found, averaged = [], _averages(update)
     for side in ("row", "key"):
-        own = _of(rate.of, side) if isinstance(rate, Complement) and _averages(update) else None
+        own = _of(rate.of, side) if isinstance(rate, Complement) and averaged else None
         step = Step() if own is None else Step(Complement(own))
         found.append(StateUpdate(Alignment(), Euclidean(), _on(monoid, side), step))
     return _Passes(*found)
