@@ -26,6 +26,20 @@ import triton.language as tl
 from triton.language.extra import libdevice
 libdevice.pow = lambda a, b: tl.exp(tl.log(a) * b)
 """
+# It multiplies the bits of bfloat16 numbers as integers: their values are those bits in the upper half of a float32.
+_PRODUCTS = """
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+_dot = InterpreterBuilder.create_dot
+def _wide(x):
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+def _dot_of_values(self, a, b, *given):
+    return _dot(self, _wide(a), _wide(b), *given)
+InterpreterBuilder.create_dot = _dot_of_values
+"""
 
 
 @cache
@@ -48,7 +62,7 @@ def _prepare() -> None:
     import axes.sequence  # noqa: F401
     from tests import quicker
 
-    for patch in (_MASKS_STAY_BOOLEAN, _POWERS):
+    for patch in (_MASKS_STAY_BOOLEAN, _POWERS, _PRODUCTS):
         exec(patch, {})
     quicker.patch()
     exec(os.environ.get("INTERPRETER_FIRST", ""), {})  # what a tool wants of every program

@@ -64,6 +64,7 @@ from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.scalar.mass import mass_chain
 from axes.kernels.step import block_step, chain_step
 from axes.kernels.streams.cayley import cayley
+from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
 from axes.kernels.streams.parts import parts
@@ -485,6 +486,20 @@ def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, *
     return run
 
 
+def followed(dtype: torch.dtype, entries: int, chart: str, **options: bool) -> Callable[[], None]:
+    """A write of four streams, and what the next sublayer predicts of what it wrote."""
+
+    def run() -> None:
+        n, d, groups = 4, 1024, 4 if chart == "first" else 1
+        shapes = (entries, n * d // groups), (entries,), (groups, entries)
+        phi, a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        x, y = (torch.randn(2, 3000, *s, d, dtype=dtype, requires_grad=True) for s in ((n,), ()))
+        w, m = (torch.randn(2, 3000, *s, requires_grad=True) for s in ((n,), (n, n)))
+        both(write_look(x, y, w, m, phi, a, b, chart, **options))
+
+    return run
+
+
 def of_entries() -> None:
     for entries in (24, 8):
         both(parts(torch.randn(2, 600, entries, requires_grad=True), 4, 4, 2.0))
@@ -652,6 +667,10 @@ CASES: dict[str, Callable[[], None]] = {
     "look 4 softmax": looks(HALF, 4, 48, "softmax", centred=True),
     "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
     "parts": of_entries,
+    "follow 4": followed(HALF, 24, "sigmoid"),
+    "follow 4 float32": followed(FULL, 24, "sigmoid"),
+    "follow 4 softmax": followed(HALF, 48, "softmax", centred=True),
+    "follow 4 each": followed(HALF, 6, "first", tanh=True),
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,
     "cayley": rotations,

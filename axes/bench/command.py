@@ -388,6 +388,9 @@ def training(
         list[str] | None, typer.Option("--depth", help="Our model with this depth mixer too. May be repeated.")
     ] = None,
     streams: Annotated[int, typer.Option(help="Streams of such mixers.")] = training_models.Size.streams,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16: autocast beside float32 streams; bfloat16-streams: they are in it too.")
+    ] = training_models.Size.dtype,
     compiled: Annotated[bool, typer.Option(help="Compile every model too, in rows of their own.")] = False,
     who: Annotated[list[str] | None, typer.Option(help="Contenders; all by default. May be repeated.")] = None,
     configurations: _CONFIGURATIONS = 0,
@@ -399,7 +402,7 @@ def training(
     chosen = sequence_.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = (training_models.Size.batch, training_models.Size.tokens) if chosen.type == "cuda" else (1, 256)
     batch, tokens = (u if given is None else given for u, given in zip(usual, (batch, tokens), strict=True))
-    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams)
+    size = training_models.Size(layers, width, heads, vocabulary, batch, tokens, steps, streams, dtype)
     console = _console()
     with watching(console) as watch:
         found = training_.measure(

@@ -1,7 +1,7 @@
 """`axes bench training`: language models of one size in training, each made of one library's own parts.
 
-Weights and the optimizer's numbers are float32, products bfloat16 by autocast. A model is compiled too where `compiled`
-says so, in a row of its own.
+Weights and the optimizer's numbers are float32, products bfloat16 by autocast, residual streams float32 or bfloat16. A
+model is compiled too where `compiled` says so, in a row of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axes.bench.apart import Steps, finished, in_turn
 from axes.bench.floors import ceilings
 from axes.bench.peers import lifted_guard, tune_again, tuned
 from axes.bench.results import Apart, Watch, said, unwatched
-from axes.bench.training_models import CONTENDERS, Size, products, with_depth
+from axes.bench.training_models import CONTENDERS, KINDS, Size, products, with_depth
 from axes.errors import AxesError
 from axes.files import write_json
 from axes.tasks.machine import require_memory
@@ -56,8 +56,10 @@ def measure(
     """
     if unknown := set(who) - set(WHO):
         raise AxesError(f"unknown contender {', '.join(sorted(unknown))}; known: {', '.join(WHO)}")
+    if size.dtype not in KINDS:
+        raise AxesError(f"--dtype is one of {', '.join(KINDS)}, not {size.dtype!r}")
     for field, value in asdict(size).items():
-        if value < 1:
+        if field != "dtype" and value < 1:
             raise AxesError(f"--{field} must be at least 1, got {value}")
     # weights with gradients and two statistics, and eight activations of the width that every block keeps
     weights = size.layers * 8 * size.width**2 + size.vocabulary * size.width

@@ -19,12 +19,14 @@ from axes.bench.peers import AttentionLayer, fla
 from axes.models import Architecture, LanguageModel
 from axes.models.language_model import RMSNorm, SwiGLU
 from axes.optim import AdamW
+from axes.tasks.configuration import DTYPES
 
 
 @final
 @dataclass(frozen=True)
 class Size:
-    """The model and what it reads in a step. streams: of mixers along depth that have several."""
+    """The model and what it reads in a step. streams: of mixers along depth that have several; dtype: as `axes train`
+    names it, of those that compute under autocast."""
 
     layers: int = 12
     width: int = 768
@@ -34,6 +36,12 @@ class Size:
     tokens: int = 4096
     steps: int = 20
     streams: int = 4
+    dtype: str = "bfloat16"
+
+    @property
+    def kept(self) -> torch.dtype:
+        """Of the residual streams."""
+        return DTYPES[self.dtype].streams
 
 
 @final
@@ -43,7 +51,7 @@ class Ours(nn.Module):
     def __init__(self, size: Size, sequence: str, depth: str = "residual") -> None:
         super().__init__()
         given = Architecture(sequence, depth, size.layers, size.width, size.heads, size.streams, size.vocabulary)
-        self.model = LanguageModel(given)
+        self.model = LanguageModel(given, stream_dtype=size.kept)
 
     def forward(self, windows: Tensor) -> Tensor:
         return self.model.loss(windows)
@@ -55,7 +63,7 @@ class Torch(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.embedding, self.kept = nn.Embedding(size.vocabulary, size.width), size.kept
         parts: list[nn.Module] = []
         for _ in range(size.layers):
             parts += [AttentionLayer(size.width, size.heads), SwiGLU(size.width)]
@@ -65,7 +73,7 @@ class Torch(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, windows: Tensor) -> Tensor:
-        x = self.embedding(windows[:, :-1])
+        x = self.embedding(windows[:, :-1]).to(self.kept)
         for part, norm in zip(self.parts, self.norms, strict=True):
             x = x + part(norm(x))
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), windows[:, 1:].flatten())
@@ -80,7 +88,7 @@ class Fla(nn.Module):
         modules, layer = fla("fla.modules"), fla("fla.layers").GatedDeltaNet
         fused = fla("fla.modules.fused_linear_cross_entropy")
         width, head = size.width, size.width // size.heads
-        self.embedding = nn.Embedding(size.vocabulary, width)
+        self.embedding, self.kept = nn.Embedding(size.vocabulary, width), size.kept
         parts: list[nn.Module] = []
         for index in range(size.layers):
             mixing = layer(hidden_size=width, head_dim=head, num_heads=size.heads, expand_v=1.0, layer_idx=index)
@@ -91,7 +99,7 @@ class Fla(nn.Module):
         self.criterion = fused.FusedLinearCrossEntropyLoss()
 
     def forward(self, windows: Tensor) -> Tensor:
-        y, x = self.embedding(windows[:, :-1]), None
+        y, x = self.embedding(windows[:, :-1]).to(self.kept), None
         for part, norm in zip(self.parts, self.norms, strict=False):
             y, x = (norm(y), y) if x is None else norm(y, residual=x, prenorm=True)
             y = part(y)
@@ -110,6 +118,7 @@ def _our_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 
 
+KINDS = tuple(name for name, precision in DTYPES.items() if precision.autocast)
 Made = tuple[nn.Module, Callable[[nn.Module], torch.optim.Optimizer]]
 CONTENDERS: dict[str, Callable[[Size], Made]] = {
     "axes": lambda size: (Ours(size, "gated-delta-net"), _our_adamw),

@@ -18,7 +18,7 @@ def table(size: Size, rows: Iterable[Throughput]) -> Table:
     rows = list(rows)
     model = f"{size.layers} layers, width {size.width}, {size.heads} heads"
     out = Table(
-        title=f"{model}, {size.batch} x {size.tokens} tokens, bfloat16",
+        title=f"{model}, {size.batch} x {size.tokens} tokens, {size.dtype}",
         caption="\n".join(f"{row.who}: {row.refused}" for row in rows if row.refused) or None,
         caption_justify="left",
     )

@@ -233,6 +233,25 @@ def test_trainings_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> 
     assert " ".join(text.split()).endswith("fla: " + rows[-1].refused)
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", torch.float32), ("bfloat16-streams", torch.bfloat16)])
+def test_training_keeps_streams_in_a_dtype(dtype: str, kept: torch.dtype) -> None:
+    size = training_models.Size(layers=1, width=16, heads=2, vocabulary=9, batch=1, tokens=8, steps=1, dtype=dtype)
+    device = torch.device("cpu")
+    for name, depths in (("axes", ()), ("axes, mhc", ("mhc",)), ("torch, flash SDPA", ())):
+        run = training._Training(name, depths, False, size, device)
+        norms = [m for n, m in run.model.named_modules() if n.split(".")[-2:-1] == ["norms"]]
+        seen: set[torch.dtype] = set()
+        for norm in norms:
+            norm.register_forward_pre_hook(lambda _, given, seen=seen: seen.add(given[0].dtype))
+        assert run.step().isfinite() and norms and seen == {kept}
+
+
+def test_training_refuses_other_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["bench", "training", "--dtype", "float16", "--device", "cpu", "--out", str(tmp_path)])
+    assert "--dtype is one of bfloat16, bfloat16-streams, not 'float16'" in capsys.readouterr().err
+
+
 def test_training_counts_products_of_weights() -> None:
     size = training_models.Size(layers=2, width=16, heads=2, vocabulary=50, batch=3, tokens=7)
     model = training_models.Torch(size)

@@ -190,8 +190,26 @@ check(16, 7, (2,), 40, "sigmoid")
 check(1, 8, (), 1, "first", centred=True)
 check(4, 40, (9,), 32, "sigmoid", torch.float16, 1e-3)
 
-# an error is found: a gradient without the norm's part
-back = module._back
+# beside streams of bfloat16 entries and gradients of parameters come from phi in two terms
+def check_terms(n, d, lead, entries, chart, **options):
+    found = look_errors(draw_look(n, d, lead, entries, chart, torch.bfloat16), chart, **options)
+    seen, pre, told, again, dx, *parameters = found
+    assert max(seen, again, dx) < 1e-2 and max(pre, told, *parameters) < 1e-4, (n, d, lead, entries, chart, found)
+
+check_terms(4, 40, (9,), 24, "sigmoid")
+check_terms(4, 70, (35,), 48, "softmax", centred=True)
+check_terms(3, 24, (35,), 5, "first", tanh=True)
+check_terms(4, 8, (2,), 70, "sigmoid")
+
+split = module.split  # an error is found: a second term that is another row's
+module.split = lambda x, phi: torch.stack((split(x, phi)[:, 0], split(x, phi)[:, 1].roll(1, 0)), 1)
+try:
+    check_terms(4, 40, (9,), 24, "sigmoid")
+except AssertionError:
+    module.split = split
+else:
+    raise AssertionError("a planted error was not found")
+back = module._back  # and a gradient without the norm's part
 class Without:
     def __getitem__(self, grid):
         def launch(*given, **options):

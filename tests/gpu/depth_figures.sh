@@ -1,5 +1,5 @@
 #!/bin/bash
-# Figures of depth on one GPU, from the checkout's root: bash tests/gpu/depth_figures.sh OUT [rows|models|tune|tests]...
+# Figures of depth on one GPU, from the checkout's root: bash tests/gpu/depth_figures.sh OUT [rows|models|streams|tune|tests]...
 # Peers are those of python -m tests.peers. Kernels are compiled before, by processes side by side, on few tokens.
 out=${1:?a folder for results}
 shift
@@ -30,6 +30,10 @@ models)  # tokens a second of 12 layers; 100 s
     timeout 150 python -m axes bench training --who axes --depth mhc --depth hyper-connections --depth ihc --steps 10 \
         --apart 4 --patience 80 --out "$out" > "$out/training.txt" 2>&1
     tail -n 20 "$out/training.txt" ;;
+streams)  # the same beside streams of bfloat16
+    timeout 150 python -m axes bench training --who axes --depth mhc --steps 10 --dtype bfloat16-streams \
+        --apart 2 --patience 80 --out "$out/streams" > "$out/streams.txt" 2>&1
+    tail -n 20 "$out/streams.txt" ;;
 tune)  # settings of launches, each held to float64, and the launches of a sublayer; 60 s
     timeout 130 python tests/gpu/tune_streams.py products sublayer > "$out/tune.txt" 2>&1
     tail -n 90 "$out/tune.txt" ;;
@@ -37,6 +41,6 @@ tests)
     timeout 170 python -m pytest -q -n 12 -p no:cacheprovider tests/gpu/test_streams.py tests/gpu/test_depth.py 2>&1 \
         | tee "$out/tests.txt" | tail -n 25 ;;
 *)
-    echo "$part is none of rows, models, tune, tests" >&2
+    echo "$part is none of rows, models, streams, tune, tests" >&2
     exit 2 ;;
 esac; said "$part"; done

@@ -138,7 +138,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("axes/kernels/attention/masses.py", "tl.store(high + at, near, mask=at < n)", "tl.store(high + at, near, mask=at < n - 1)", FLASH),
         (_PASSES, "reads = late > soon\n", "reads = late >= soon\n", LONGHORN),
         (_STREAMS + "mix.py", "(token < tokens)[:, None] & (column < d)[None, :]", "(token < tokens)[:, None] & (column < d + 1)[None, :]", NARROW),
-        (_STREAMS + "look.py", "z = tl.where((j < N)[None, :], z, float(\"-inf\"))", "z = tl.where((j < N + 1)[None, :], z, float(\"-inf\"))", CENTRED),
+        (_STREAMS + "predict.py", "z = tl.where((j < N)[None, :], z, float(\"-inf\"))", "z = tl.where((j < N + 1)[None, :], z, float(\"-inf\"))", CENTRED),
         ("axes/kernels/products/outer.py", "mask=inside & (part == 0), other=0.0)", "mask=inside, other=0.0)", PARTS),
         # signs, scales and strides
         ("axes/kernels/attention/decode.py", "share = tl.exp2(top - tl.max(top, 0))", "share = tl.exp2(top - tl.min(top, 0))", DECODE),
@@ -160,7 +160,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         (_STREAMS + "mix.py", "_tell(dr, grad * _stream(x, token, column, inside, d, j, N)", "_tell(dr, grad * _stream(x, token, column, inside, d, 0, N)", READ),
         (_STREAMS + "mix.py", "c = _number(m, token, there, i * N + j, N * N, MIX)", "c = _number(m, token, there, j * N + i, N * N, MIX)", MIX),
         (_STREAMS + "mix.py", "back += mixing[i * N + j] * grads[i]", "back += mixing[j * N + i] * grads[i]", MIX),
-        (_STREAMS + "look.py", "mean = _added(moments, rows + row, there, parts, 2 * rows) / width", "mean = _added(moments, row, there, parts, 2 * rows) / width", CENTRED),
+        (_STREAMS + "predict.py", "mean = _added(moments, rows + row, there, parts, 2 * rows) / width", "mean = _added(moments, row, there, parts, 2 * rows) / width", CENTRED),
         (_STREAMS + "look.py", "place, of, parts, step) * share * (1.0 - share)", "place, of, parts, step) * share", LOOK),
         (_STREAMS + "look.py", "rest *= tl.load(pre + token * N + j, mask=there, other=0.0)", "rest *= tl.load(pre + token * N, mask=there, other=0.0)", LOOK),
         (_STREAMS + "sinkhorn.py", "tl.store(place + step + i, top + rest, mask=rows)", "tl.store(place + i, top + rest, mask=rows)", SINKHORN),

@@ -1,7 +1,7 @@
 """Settings of the slowest passes of residual streams, timed side by side: `python tests/gpu/tune_streams.py [TABLE]`.
 
 Each is first held to float64 on a few tokens, then timed at 32,768 tokens of four streams of 2,048 in bfloat16, and of
-768 in float32 (as under autocast): microseconds of the kernel by the profiler, mean of ten calls. They are compiled in
+768 in float32 (as under autocast): microseconds of the kernels by the profiler, mean of ten calls. They are compiled in
 processes side by side, so that all of it takes less than a minute. The first line of a table is what runs; settings are
 `mix._WALK` (warps, stages), `mix._FEW`, `mix._PROGRAMS` and `look._LAUNCH` (tokens and columns of a tile, warps,
 stages). The last table has every launch of a sublayer of mHC behind another one.
@@ -76,14 +76,15 @@ WIDE = [Setting()] + [
 ]  # fmt: skip
 PROJECTS = [Setting()] + [
     Setting(project=given)
-    for given in ((128, 64, 8, 4), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2))
-]
+    for given in ((128, 64, 8, 4), (128, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3),
+                  (128, 128, 8, 2))
+]  # fmt: skip
 TABLES: dict[str, tuple[str, torch.dtype, str, list[Setting]]] = {  # title: what is called, dtype, kernels, settings
     "write, backward": ("write", BF, "_write_backward _walk_backward", WALKS),
     "write with a read, backward": ("both", BF, "_write_backward _walk_backward", WALKS),
     "write, backward, float32": ("write", FULL, "_write_backward _walk_backward", WALKS[:8]),
     "look, dX": ("look", BF, "_give", GIVES),
-    "products": ("look forward", BF, "_project", PROJECTS),
+    "products": ("look forward", BF, "_project _split", PROJECTS),
     "look, dX, float32": ("look", FULL, "_give", WIDE),
 }
 

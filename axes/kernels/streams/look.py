@@ -18,13 +18,11 @@ with e = d entries and r = u s:
 
 in two passes over X, the second of which writes dX once, with what a write of the same X has to add, and sums dphi of
 the tiles that it holds. There is no copy of X in float32: streams of bfloat16 are multiplied as they are, and what they
-meet goes in `_TERMS` terms of as many bits, so that only what is beyond them is lost; beside other streams it is three
+meet goes in `TERMS` terms of as many bits, so that only what is beyond them is lost; beside other streams it is three
 products of tf32. Sums over tokens are written down by parts and added in one order.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -38,9 +36,9 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import ENTRIES, LARGEST
 from axes.kernels.streams.mix import _Cut, _forward_read, _places, _spread, _stream, _sums, _tell
+from axes.kernels.streams.predict import TERMS, Shape, _activated, _added, _chart, _project, _rows, split
 
 CHARTS = ("sigmoid", "softmax", "first")
-_TERMS = 2  # of bfloat16 that phi is taken in beside streams of bfloat16
 _LAUNCH = {  # of each, tokens and columns of a tile, warps, stages; wide: of many entries
     "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 8, 3), "give, wide": (32, 64, 4, 3),
     "give, tf32": (16, 128, 4, 2), "give, tf32, wide": (16, 32, 4, 2),
@@ -49,126 +47,6 @@ _WARPS = 4  # of the others
 
 
 # ---- device ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _plus(total, x, c, TERMS: tl.constexpr):
-    """total + x c, x a tile of streams and c float32; added outside of the matrix unit, which truncates."""
-    if x.dtype == tl.bfloat16:
-        for _ in tl.static_range(TERMS):
-            term = c.to(tl.bfloat16)
-            total = tl.fma(tl.dot(x, term), 1.0, total)
-            c -= term.to(tl.float32)
-        return total
-    else:
-        return tl.fma(tl.dot(x.to(tl.float32), c, input_precision="tf32x3"), 1.0, total)
-
-
-@triton.jit
-def _activated(x, TANH: tl.constexpr):
-    """f(x), and its derivative."""
-    if TANH:
-        y = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-        return y, 1.0 - y * y
-    else:
-        return x, tl.full(x.shape, 1.0, tl.float32)
-
-
-@Kernel
-@triton.jit(do_not_specialize=["rows", "span"])
-def _project(
-    x, phi, products, moments, rows, width, span,
-    C: tl.constexpr, SIDE: tl.constexpr, CENTRED: tl.constexpr, TERMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Of a tile of rows and `span` tiles of columns: products (parts, rows, C), moments (parts, 2, rows)."""
-    tiles = tl.cdiv(width, COLUMNS)
-    parts = tl.cdiv(tiles, span)
-    part = tl.program_id(0) % parts
-    row = (tl.program_id(0) // parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there, c = row < rows, tl.arange(0, SIDE)
-    total = tl.zeros([ROWS, SIDE], tl.float32)
-    squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for tile in range(part * span, tl.minimum(part * span + span, tiles)):
-        column = tile * COLUMNS + tl.arange(0, COLUMNS)
-        has = column < width
-        v = tl.load(x + (row * width)[:, None] + column[None, :], mask=there[:, None] & has[None, :], other=0.0)
-        f = tl.load(phi + (c * width)[:, None] + column[None, :], mask=(c < C)[:, None] & has[None, :], other=0.0)
-        total = _plus(total, v, tl.trans(f), TERMS)
-        wide = v.to(tl.float32)
-        squares += wide * wide
-        if CENTRED:
-            sums += wide
-    at = part.to(tl.int64) * rows
-    tl.store(products + ((at + row) * C)[:, None] + c[None, :], total, mask=there[:, None] & (c < C)[None, :])
-    tl.store(moments + 2 * at + row, tl.sum(squares, 1), mask=there)
-    if CENTRED:
-        tl.store(moments + 2 * at + rows + row, tl.sum(sums, 1), mask=there)
-
-
-@triton.jit
-def _rows(tokens, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Of a program: its group, its tokens, which of them there are, and their rows of entries."""
-    group = tl.program_id(0) % GROUPS
-    token = (tl.program_id(0) // GROUPS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return group, token, token < tokens, token * GROUPS + group
-
-
-@triton.jit
-def _added(parts, at, inside, count, step):
-    """Parts of a sum, in their order."""
-    total = tl.zeros(inside.shape, tl.float32)
-    for _ in range(count):
-        total += tl.load(parts + at, mask=inside, other=0.0)
-        parts += step
-    return total
-
-
-@Kernel
-@triton.jit(do_not_specialize=["tokens", "parts"])
-def _chart(
-    products, moments, a, b, pre, entries, raw, units, means, tokens, width, parts, eps, floor,
-    N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, ACROSS: tl.constexpr,
-    CHART: tl.constexpr, TANH: tl.constexpr, CENTRED: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Parts of sums become entries and pre; raw, units and means are kept for the backward."""
-    group, token, there, row = _rows(tokens, GROUPS, ROWS)
-    rows, c = tokens.to(tl.int64) * GROUPS, tl.arange(0, SIDE)
-    inside = there[:, None] & (c < C)[None, :]
-    square = _added(moments, row, there, parts, 2 * rows) / width
-    if CENTRED:
-        mean = _added(moments, rows + row, there, parts, 2 * rows) / width
-        square = tl.maximum(square - mean * mean, 0.0)
-    unit = tl.rsqrt(square + eps)
-    r = _added(products, (row * C)[:, None] + c[None, :], inside, parts, rows * C) * unit[:, None]
-    scale, shift = tl.load(a + c, mask=c < C, other=0.0), tl.load(b + group * C + c, mask=c < C, other=0.0)
-    f, slope = _activated(r, TANH)
-    entry = scale[None, :] * f + shift[None, :]
-    tl.store(entries + (row * C)[:, None] + c[None, :], entry, mask=inside)
-    if KEEP:
-        tl.store(raw + (row * C)[:, None] + c[None, :], r, mask=inside)
-        tl.store(units + row, unit, mask=there)
-        if CENTRED:
-            tl.store(means + row, mean, mask=there)
-    if CHART == "first":
-        tl.store(pre + row[:, None] + c[None, :], entry, mask=inside & (c < 1)[None, :])
-    elif CHART == "sigmoid":
-        share = 1.0 / (1.0 + tl.exp(-entry)) + floor
-        tl.store(pre + (row * N)[:, None] + c[None, :], share, mask=inside & (c < N)[None, :])
-    else:
-        j = tl.arange(0, ACROSS)
-        has = there[:, None] & (j < N)[None, :]
-        total = tl.zeros([ROWS, ACROSS], tl.float32)
-        for i in range(N):
-            at = i * N + j
-            z = _added(products, (row * C)[:, None] + at[None, :], has, parts, rows * C) * unit[:, None]
-            z, steep = _activated(z, TANH)
-            z = tl.load(a + at, mask=j < N, other=0.0)[None, :] * z + tl.load(b + at, mask=j < N, other=0.0)[None, :]
-            z = tl.where((j < N)[None, :], z, float("-inf"))
-            z = tl.exp(z - tl.max(z, 1, keep_dims=True))
-            total += z / tl.sum(z, 1, keep_dims=True)
-        tl.store(pre + (row * N)[:, None] + j[None, :], total / N, mask=has)
 
 
 @Kernel
@@ -315,33 +193,6 @@ def _give(
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-class _Shape(NamedTuple):
-    """Sizes of a call. groups: rows of entries of a token; width: what is projected; rows: of a tile of (tokens, C)."""
-
-    tokens: int
-    n: int
-    d: int
-    groups: int
-    width: int
-    entries: int
-    side: int
-    rows: int
-
-    @classmethod
-    def of(cls, x: Tensor, b: Tensor) -> _Shape:
-        tokens, n, d = x.shape
-        groups, entries = b.shape
-        side = max(16, power_of_2(entries))
-        return cls(tokens, n, d, groups, n * d // groups, entries, side, 1024 // side)
-
-    @property
-    def tiles(self) -> int:
-        return self.groups * cdiv(self.tokens, self.rows)
-
-    def constants(self) -> dict[str, int]:
-        return {"N": self.n, "GROUPS": self.groups, "C": self.entries, "SIDE": self.side}
-
-
 def _options(kernel: str, x: Tensor, side: int) -> dict[str, int]:
     rows, columns, warps, stages = _LAUNCH[kernel]
     if side > (64 if x.dtype == torch.bfloat16 else 32):  # three are more shared memory than small GPUs have
@@ -353,21 +204,22 @@ def _forward(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    shape = _Shape.of(x, b)
+    shape = Shape.of(x, b)
     if not x.numel():
         return _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     options = _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
-    rows = shape.tokens * shape.groups
+    rows, stages = shape.tokens * shape.groups, options.pop("num_stages")
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _spread(cdiv(shape.width, options["COLUMNS"]), tiles)
     products = x.new_empty(parts, rows, shape.entries, dtype=torch.float32)
     moments = products.new_empty(parts, 2, rows)
     pre, entries, _, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
     raw, units, means = kept if record else (entries, entries, entries)
+    terms = TERMS if x.dtype == torch.bfloat16 else 1
     with layout.on_device(x):
         _project[(tiles * parts,)](
-            x, phi, products, moments, rows, shape.width, span,
-            C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=_TERMS, **options,
+            x, split(x, phi) if terms > 1 else phi, products, moments, rows, shape.width, span,
+            C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=terms, STAGES=stages, **options,
         )  # fmt: skip
         _chart[(shape.tiles,)](
             products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
@@ -396,12 +248,12 @@ def _backward(
     pre, means = kept[0], kept[3]
     if not x.numel():
         return [torch.zeros_like(t) for t in (x, phi, a, b)]
-    shape, cut, dout = _Shape.of(x, b), _Cut.of(x), torch.empty_like(x)
+    shape, cut, dout = Shape.of(x, b), _Cut.of(x), torch.empty_like(x)
     _, raw, units, _ = kept
     dseen = torch.zeros_like(x[:, 0]) if dseen is None else dseen
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
-    count = _TERMS if x.dtype == torch.bfloat16 else 0
+    count = TERMS if x.dtype == torch.bfloat16 else 0
     few = x.new_empty(count * raw.numel())
     kernel = "give" + ("" if count else ", tf32") + (", wide" if shape.side > 32 else "")
     options = _options(kernel, x, shape.side)
