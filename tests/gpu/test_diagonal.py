@@ -114,7 +114,7 @@ def draw(length, d_k, d_v, dtype, kind="mixed", b=2, h=2, hv=None, logs=torch.fl
     return {n: x for n, x in out.items() if not (kind == "bare" and n in ("beta", "start"))}
 
 
-def run(rule, inputs: Inputs, do: Tensor, dfinal: Tensor, **more) -> dict[str, Tensor]:
+def run(rule, inputs: Inputs, do: Tensor, dfinal: Tensor, /, **more) -> dict[str, Tensor]:
     leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
     o, final = rule(**leaves, **more)
     grads = torch.autograd.grad((o, final), list(leaves.values()), (do.to(o.dtype), dfinal.to(final.dtype)))
