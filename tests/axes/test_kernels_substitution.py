@@ -149,7 +149,7 @@ AT_ONCE = r"""
 from axes.kernels.substitution import chain, chunks
 
 chain._SIXTEEN = (torch.float32,)
-chain.AT_ONCE = {(gate, reads) for gate in range(3) for reads in range(3)}
+chain.AT_ONCE = {(gate, reads) for gate in range(2) for reads in range(3)}
 chain.AT_ONCE_PART = 32
 """
 

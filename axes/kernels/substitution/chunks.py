@@ -1,5 +1,4 @@
-"""Gradients of substitution from u and w, one program a chunk: `behind` where gates are of the whole state or none,
-`behind_rows` where they are by rows and mild.
+"""Gradients of substitution from u and w, one program a chunk, where gates are of the whole state or none.
 
 By `passes`, in a chunk with first state X and derivative D in its last one,
     dq = C K + e^G do X,   dk = (C^T Q + W^T K + e^{G_last - G} u D) + (W K + e^R w X)
@@ -17,7 +16,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import decay, floored, load_line, load_tile, slot_rows, store_tile
-from axes.kernels.substitution.passes import _in_blocks, _is_mild, _load_state, _sight, _sums, _unit_end
+from axes.kernels.substitution.passes import _load_state, _sight, _unit_end
 
 
 @Kernel
@@ -122,107 +121,4 @@ def behind(
         store_tile(dk, by_writes + by_reads + own * asked + 2.0 * length * near, first, rows, d, head, H, K, C)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["T", "N", "H"])
-def behind_rows(
-    q, k, g, do, written, turns, seen, asked, states, dstates, final, dk2, dq, dk, dg, left, offsets, units, T, N, H,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    READS: tl.constexpr, SIDES: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
-    """The same where gates are by rows, as `passes` has it where they are mild. left: whether a chunk's are not, or it
-    is where an anchor is shown: what is written then is nothing, and the kernels of `passes` are to write it.
-    Derivatives in queries and keys (SIDES), or in gates."""
-    pid = tl.program_id(0).to(tl.int64)
-    head = pid % H
-    slot = pid // H
-    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    rows = (end - first).to(tl.int32)
-    if rows > 0:
-        stop = _unit_end(offsets, unit, T, PACKED)
-        d = tl.arange(0, BK)
-        i = tl.arange(0, C)
-        late, soon = i[:, None], i[None, :]
-        kind = written.dtype.element_ty
-        if not SIDES:
-            queries = load_tile(q, first, rows, d, head, H, K, C)
-            keys = load_tile(k, first, rows, d, head, H, K, C)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-            near_own = tl.sum(tl.where(late == soon, scores, 0.0), 1)[:, None]
-            inner = tl.where(late > soon, scores, 0.0).to(kind)
-        own = tl.zeros([C], dtype=tl.float32)
-        grad_q = tl.zeros([C, BK], dtype=tl.float32)
-        grad_k = tl.zeros([C, BK], dtype=tl.float32)
-        outs = tl.zeros([C, C], dtype=tl.float32)
-        reads = tl.zeros([C, C], dtype=tl.float32)
-        mild = rows > 0
-        if READS == 2:
-            mild = end < stop
-        for at in range(0, V, BV):
-            v = at + tl.arange(0, BV)
-            log = floored(load_tile(g, first, rows, v, head, H, V, C).to(tl.float32))
-            run = _sums(late >= soon, log, SUMS)
-            whole = tl.sum(log, 0)
-            mild = mild & _is_mild(tl.min(whole, 0), kind)
-            scale = tl.exp(run)
-            show = load_tile(do, first, rows, v, head, H, V, C).to(tl.float32)
-            u = load_tile(written, first, rows, v, head, H, V, C).to(tl.float32)
-            w = load_tile(turns, first, rows, v, head, H, V, C).to(tl.float32)
-            near = (u * tl.exp(-run)).to(kind)
-            state = _load_state(states, slot * H + head, v, d, V, K)
-            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
-            if SIDES:
-                high = (show * scale).to(kind)
-                if READS == 0:
-                    sight = run - log
-                elif READS == 1:
-                    sight = run
-                else:
-                    sight = _sums(soon < late // 16 * 16, log, SUMS)
-                back = (w * tl.exp(tl.minimum(sight, 0.0))).to(kind)
-                rest = (u * tl.exp(tl.minimum(whole[None, :] - run, 0.0))).to(kind)
-                own += tl.sum(show * u, 1)
-                outs = tl.dot(high, tl.trans(near), outs, input_precision=PRECISION)
-                reads = tl.dot(back, tl.trans(near), reads, input_precision=PRECISION)
-                grad_q = tl.dot(high, state, grad_q, input_precision=PRECISION)
-                grad_k = tl.dot(back, state, grad_k, input_precision=PRECISION)
-                grad_k = tl.dot(rest, dstate, grad_k, input_precision=PRECISION)
-            else:
-                # what queries read, less the token's own pair
-                x = tl.dot(queries, tl.trans(state), input_precision=PRECISION)
-                x = scale * tl.dot(inner, near, x, input_precision=PRECISION)
-                y = load_tile(asked, first, rows, v, head, H, V, C) - near_own * show
-                through = w * load_tile(seen, first, rows, v, head, H, V, C)
-                change = show * x - u * y
-                if READS == 0:
-                    total = tl.cumsum(change + through, 0, reverse=True) - through
-                elif READS == 1:
-                    total = tl.cumsum(change + through, 0, reverse=True)
-                else:
-                    total = tl.cumsum(change + through, 0, reverse=True) - _in_blocks(through, C, BV, True)
-                if end < stop:
-                    last = _load_state(states, (slot + 1) * H + head, v, d, V, K).to(tl.float32)
-                else:
-                    last = _load_state(final, unit * H + head, v, d, V, K)
-                total += tl.sum(last * dstate.to(tl.float32), 1)[None, :]
-                store_tile(dg, total, first, rows, v, head, H, V, C)
-        tl.store(left + pid, tl.where(mild, 0, 1))
-        if SIDES & mild:
-            queries = load_tile(q, first, rows, d, head, H, K, C)
-            keys = load_tile(k, first, rows, d, head, H, K, C)
-            if READS == 2:
-                apart = late // 16 > soon // 16
-            else:
-                apart = late > soon
-            by_out = tl.where(late > soon, outs, tl.where(late == soon, own[:, None], 0.0)).to(kind)
-            by_read = tl.where(apart, reads, 0.0).to(kind)
-            grad_q = tl.dot(by_out, keys, grad_q, input_precision=PRECISION)
-            grad_k = tl.dot(tl.trans(by_out), queries, grad_k, input_precision=PRECISION)
-            grad_k = tl.dot(by_read, keys, grad_k, input_precision=PRECISION)
-            grad_k = tl.dot(tl.trans(by_read), keys, grad_k, input_precision=PRECISION)
-            length = tl.load(dk2 + (first + i) * H + head, mask=i < rows, other=0.0)
-            grad_k += 2.0 * length[:, None] * keys.to(tl.float32)
-            store_tile(dq, grad_q, first, rows, d, head, H, K, C)
-            store_tile(dk, grad_k, first, rows, d, head, H, K, C)
-
-
-__all__ = ["behind", "behind_rows"]
+__all__ = ["behind"]

@@ -664,20 +664,10 @@ def _rows_of_gates(
     return floored(log)
 
 
-@triton.jit
-def _is_left(left, chunk):
-    """Whether the gradients of a chunk are still to be made (`chunks.behind_rows`)."""
-    if left is None:
-        there = True
-    else:
-        there = tl.load(left + chunk) != 0
-    return there
-
-
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def meetings(
-    left, g, do, written, turns, out, offsets, units, T, N, H,
+    g, do, written, turns, out, offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -687,7 +677,7 @@ def meetings(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if (rows > 0) & _is_left(left, pid):
+    if rows > 0:
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
         if READS == 2:
@@ -767,7 +757,7 @@ def _sight(line, run, C: tl.constexpr, READS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def closings(
-    left, q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
+    q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
     offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
@@ -778,7 +768,7 @@ def closings(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if (rows > 0) & _is_left(left, pid):
+    if rows > 0:
         d = tl.arange(0, BK)
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
@@ -852,7 +842,7 @@ def closings(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
-    left, q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
+    q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -864,7 +854,7 @@ def gradients(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if (rows > 0) & _is_left(left, pid):
+    if rows > 0:
         d = part * BD + tl.arange(0, BD)
         i = tl.arange(0, C)
         kind = written.dtype.element_ty
