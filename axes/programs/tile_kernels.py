@@ -50,9 +50,9 @@ def _launch(
 
 def _gluon(walk: Walk) -> bool:
     """Whether kernels are in Gluon's language, which Triton's interpreter has not."""
-    from triton import knobs
+    from axes.kernels.common import layout
 
-    return walk.threads is not None and not knobs.runtime.interpret
+    return walk.threads is not None and not layout.interpreted()
 
 
 def _on(walk: Walk, language: Language, device: torch.device) -> tuple[Walk, Walk]:

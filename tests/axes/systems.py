@@ -101,6 +101,9 @@ CHAINS = {
     "retnet": StateUpdate(Alignment(), monoid=Scalar(0.9)),
     "mamba-2": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(BETA)),
     "gla": StateUpdate(Alignment(), monoid=Diagonal("key_decay")),
+    "average of what the gates of its keys forget": StateUpdate(
+        Alignment(), monoid=Diagonal("decay"), algorithm=Step(Complement(Per("decay", "key", "unit")))
+    ),
     "normalised gla": StateUpdate(Alignment(), monoid=Diagonal("key_decay"), algorithm=Step(debias=True)),
     "row gate": StateUpdate(Alignment(), monoid=Diagonal("row_decay", side="row")),
     "mamba-1": StateUpdate(Alignment(), monoid=Hadamard("square_decay")),
@@ -455,9 +458,6 @@ SEQUENTIAL = {
                 ),
             ),
         ),
-    ),
-    "average of what the gates of its keys forget": StateUpdate(
-        Alignment(), monoid=Diagonal("decay"), algorithm=Step(Complement(Per("decay", "key", "unit")))
     ),
     "max pooling": StateUpdate(Alignment(), monoid=Scalar("decay"), algorithm=Step(write="max")),
     "delta rule that keeps the larger": StateUpdate(

@@ -264,7 +264,7 @@ def test_grafts_that_make_no_sense_are_refused() -> None:
 def test_normuon_against_pytorch_optimizer(nesterov: bool, scale: Any, foreach: bool) -> None:
     """The same operations in float64 around the same bfloat16 iteration, but for the place of the constant s."""
     options: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1}
-    ours = walk(lambda ps: optim.NorMuon(group("normuon")(ps), scale=scale, foreach=foreach, **options))
+    ours = walk(lambda ps: optim.NorMuon(group("normuon")(ps), scale=scale, form="direct", foreach=foreach, **options))
     theirs = walk(
         lambda ps: pytorch_optimizer.NorMuon(
             [{"params": ps, "use_muon": True}], foreach=False, use_adjusted_lr=scale != "original", **options

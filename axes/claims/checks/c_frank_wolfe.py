@@ -190,7 +190,7 @@ def C19(draw: Draw) -> Findings:
         rates = {"lr": eta, "weight_decay": lam}
         rules: tuple[Make, ...] = (
             partial(rule, directed(Spectral("polar", scale=scale)), **rates),  # type: ignore[arg-type]
-            lambda w, a=scale, r=rates: Muon([{"params": [w], "rule": "muon"}], scale=a, **r),  # type: ignore[misc]
+            lambda w, a=scale, r=rates: Muon([{"params": [w], "rule": "muon"}], scale=a, form="direct", **r),  # type: ignore[misc]
             lambda w, a=scale, r=rates: torch.optim.Muon([w], adjust_lr_fn=a, **r),  # type: ignore[misc]
         )
         exact, ours, theirs = (fed(make, torch.zeros_like(g), [g] * steps)[-1] for make in rules)
