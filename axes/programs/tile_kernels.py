@@ -50,9 +50,9 @@ def _launch(
 
 def _gluon(walk: Walk) -> bool:
     """Whether kernels are in Gluon's language, which Triton's interpreter has not."""
-    from axes.kernels.common import layout
+    from axes.kernels.common import versions
 
-    return walk.threads is not None and not layout.interpreted()
+    return walk.threads is not None and not versions.INTERPRETED
 
 
 def _on(walk: Walk, language: Language, device: torch.device) -> tuple[Walk, Walk]:

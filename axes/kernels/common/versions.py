@@ -22,7 +22,7 @@ import torch
 TRITONS = {"3.6.0": "2.11", "3.7.1": "2.12 and 2.13", "3.8.0": "2.14", "3.9.0": "2.15"}
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "")  # compilers cannot ask Triton
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("0", "")  # compilers cannot ask Triton
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHARED = 232448  # bytes of shared memory of a program on an H100 or H200, which the kernels for Hopper may use up
 
@@ -120,7 +120,7 @@ def refusal(device: torch.device) -> str | None:
 
 def no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why numbers of this dtype on this device are not for Triton's kernels, or None; its interpreter runs anywhere."""
-    if not _INTERPRETED and (reason := refusal(device)) is not None:
+    if not INTERPRETED and (reason := refusal(device)) is not None:
         return reason
     return None if dtype in DTYPES else f"the kernels take float32, float16 and bfloat16, not {dtype}"
 
