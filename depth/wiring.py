@@ -286,26 +286,20 @@ def _found(record: _Record, stream: Tensor, output: Any) -> _Found:
     refused = None
     for unused in chain.from_iterable(combinations(idle, count) for count in range(len(idle[:MOST_IDLE]) + 1)):
         try:
-            return _added(calls, stream, output, taken, consumed.union(unused), record.origin)
+            return _added(record, stream, output, taken, consumed.union(unused))
         except NotResidual as error:
             refused = refused or error
     assert refused is not None
     raise refused
 
 
-def _added(
-    calls: list[_Seen],
-    stream: Tensor,
-    output: Any,
-    taken: list[list[Any]],
-    consumed: set[int],
-    origin_of: Callable[[Any], Any],
-) -> _Found:
+def _added(record: _Record, stream: Tensor, output: Any, taken: list[list[Any]], consumed: set[int]) -> _Found:
+    """The same where calls beyond those that are consumed are added."""
     sublayers: list[Sublayer] = []
     read, added = stream, stream
     made: list[Call] = []
     ends: list[Result] = []
-    for number, (call, origins) in enumerate(zip(calls, taken, strict=True)):
+    for number, (call, origins) in enumerate(zip(record.calls, taken, strict=True)):
         for origin in origins:
             if isinstance(origin, Tensor) and not _equal(origin, read):
                 if not ends or not _equal(origin, added):
@@ -329,7 +323,7 @@ def _added(
         )
     if not isinstance(output, tuple):
         return _Found(tuple(sublayers), None)
-    behind = [origin_of(x) for x in others]
+    behind = [record.origin(x) for x in others]
     if any(isinstance(x, Tensor) for x in behind):
         raise NotResidual("it returns tensors behind the stream that are no child's")
     return _Found(tuple(sublayers), tuple(behind))

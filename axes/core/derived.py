@@ -65,15 +65,21 @@ def scales_values(update: StateUpdate) -> bool:
 
 
 @fact
-def averages(update: StateUpdate) -> bool:
-    """Whether every entry of the key, or every row, takes what its gate forgets, and no map but that gate acts:
-    S Diag(a) + v (k (1 - a))^T."""
+def refills(update: StateUpdate) -> bool:
+    """Whether no map acts but one gate of entries, and what is written is as much as that gate forgets, undebiased."""
     p = update.parts()
     (gate, *others), rate = factors(p.monoid), p.step.rate
-    if others or not isinstance(gate, Diagonal) or gate.side not in ("key", "row") or not isinstance(rate, Complement):
-        return False
-    plain = p.memory.kind == "matrix" and not p.drive_sees_state and not p.step.via and not p.step.debias
-    return plain and rate.of == gate.gate and p.cost.drives == "target"
+    known = not others and isinstance(gate, Diagonal) and isinstance(rate, Complement) and rate.of == gate.gate
+    return known and not p.step.debias
+
+
+@fact
+def averages(update: StateUpdate) -> bool:
+    """Whether every entry of the key, or every row, takes what its gate forgets: S Diag(a) + v (k (1 - a))^T."""
+    p = update.parts()
+    gate = factors(p.monoid)[0]
+    entries = isinstance(gate, Diagonal) and gate.side in ("key", "row") and p.memory.kind == "matrix"
+    return refills(update) and entries and not p.drive_sees_state and not p.step.via and p.cost.drives == "target"
 
 
 @fact
@@ -416,6 +422,7 @@ def no_solve(update: StateUpdate) -> str | None:
 
 __all__ = [
     "Feedback",
+    "averages",
     "block_size",
     "by_entry",
     "erases_along_key",
@@ -431,6 +438,7 @@ __all__ = [
     "no_solve",
     "no_substitution",
     "of_levels",
+    "refills",
     "scales_values",
     "structure",
 ]

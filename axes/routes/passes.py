@@ -20,6 +20,7 @@ from torch import Tensor
 
 from axes.core.algorithms import Step
 from axes.core.costs import Alignment
+from axes.core.derived import refills
 from axes.core.facts import fact
 from axes.core.geometry import Euclidean
 from axes.core.legality import factors
@@ -43,21 +44,12 @@ class _Passes(NamedTuple):
 def passes(update: StateUpdate) -> _Passes:
     """Of a bounded memory; gates keep their names. Slots that take what they forget are chains that say so."""
     monoid, rate = update.parts().monoid, update.parts().step.rate
-    found, averaged = [], _averages(update)
+    found, refilled = [], refills(update)
     for side in ("row", "key"):
-        own = _of(rate.of, side) if isinstance(rate, Complement) and averaged else None
+        own = _of(rate.of, side) if isinstance(rate, Complement) and refilled else None
         step = Step() if own is None else Step(Complement(own))
         found.append(StateUpdate(Alignment(), Euclidean(), _on(monoid, side), step))
     return _Passes(*found)
-
-
-@fact
-def _averages(update: StateUpdate) -> bool:
-    """Whether slots take what their one gate forgets, undebiased: then writes are ones."""
-    p = update.parts()
-    (gate, *others), rate = factors(p.monoid), p.step.rate
-    known = not others and isinstance(gate, Diagonal) and isinstance(rate, Complement) and rate.of == gate.gate
-    return known and not p.step.debias
 
 
 def widths(update: StateUpdate, of: tuple[int, int] | None) -> _Widths:
@@ -168,7 +160,7 @@ def _write(update: StateUpdate, signal: Signal, k: Tensor) -> Tensor:
     """How much of a token every slot takes, (..., T, m)."""
     p = update.parts()
     assert isinstance(p.memory, BoundedList)
-    if _averages(update):  # whole, since both chains want it so
+    if refills(update):  # ones, whole since both chains want them so
         return k.new_ones(*k.shape[:-1], p.memory.slots)
     rate = resolve(p.step.rate, signal)
     if isinstance(p.step.rate, Per) and p.step.rate.shape == "scalar" and isinstance(rate, Tensor) and rate.ndim:

@@ -1,5 +1,5 @@
-"""Chains with gates on rows, by products, on a GPU: written rows and averages against a float64 loop over tokens, by
-the portable kernel and by that for Hopper; the same bits again. `-s` prints what a forward takes by either."""
+"""Chains with gates on rows, by products, on a GPU: written rows and averages against a float64 loop over tokens, with
+the same bits again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from axes.kernels.common.versions import hopper_refusal  # noqa: E402
-from axes.kernels.diagonal import rows as rows_module  # noqa: E402
 from axes.kernels.diagonal.rows import rows_chain  # noqa: E402
 
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -51,16 +49,10 @@ def results(given: list[Tensor], wide: bool, average: bool) -> list[Tensor]:
     return [o.detach(), last.detach(), *grads]
 
 
-@pytest.mark.parametrize("hopper", (False, True), ids=("portable", "hopper"))
 @pytest.mark.parametrize("average", (False, True), ids=("written", "averaged"))
 @pytest.mark.parametrize("kind", ("mild", "mixed", "closed"))
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_equals_the_recurrence(
-    dtype: torch.dtype, kind: str, average: bool, hopper: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if hopper and (reason := hopper_refusal(torch.device("cuda"))) is not None:
-        pytest.skip(reason)
-    monkeypatch.setattr(rows_module, "PICKED", hopper)
+def test_equals_the_recurrence(dtype: torch.dtype, kind: str, average: bool) -> None:
     for length, d_k, d_v in ((1, 64, 64), (150, 128, 64), (200, 64, 128), (130, 128, 128)):
         given = draw(length, d_k, d_v, dtype, kind)
         for name, got, want in zip(
@@ -72,11 +64,7 @@ def test_equals_the_recurrence(
             assert error < 2 * BOUNDS[dtype], (length, d_k, d_v, name, error)
 
 
-@pytest.mark.parametrize("hopper", (False, True), ids=("portable", "hopper"))
-def test_a_full_chip_repeats_and_writes_every_element(hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if hopper and (reason := hopper_refusal(torch.device("cuda"))) is not None:
-        pytest.skip(reason)
-    monkeypatch.setattr(rows_module, "PICKED", hopper)
+def test_a_full_chip_repeats_and_writes_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
     given = draw(1500, 128, 64, torch.bfloat16, "mixed", b=8, h=16)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what `empty` returns with NaN
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -89,18 +77,3 @@ def test_a_full_chip_repeats_and_writes_every_element(hopper: bool, monkeypatch:
                 assert torch.equal(first, again) and torch.equal(last, end)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of 64 gated slots, B=8 T=4096 H=16 D=128."""
-    from triton.testing import do_bench
-
-    given, found = draw(4096, 128, 64, torch.bfloat16, "mild", b=8, h=16), {}
-    for hopper in (False, True):
-        if hopper and hopper_refusal(torch.device("cuda")) is not None:
-            continue
-        monkeypatch.setattr(rows_module, "PICKED", hopper)
-        with torch.no_grad():
-            found["hopper" if hopper else "portable"] = do_bench(lambda: rows_chain(*given, average=True), rep=200)
-    print({n: f"{x:.3f} ms" for n, x in found.items()})
-    assert all(x > 0 for x in found.values())

@@ -367,22 +367,18 @@ def keys(
 @Kernel
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def rows(
-    k, v, do, g, totals, states, dq, offsets, units, T, N, H,
+    k, v, do, g, states, dq, offsets, units, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AVERAGE: tl.constexpr,
-    MILD: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PARTS: tl.constexpr, BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All chunks at once but those that are MILD: one block of keys of dq, which is what a chain with gates on rows
-    reads."""
+    """All chunks at once: one block of keys of dq, which is what a chain with gates on rows reads."""
     pid = tl.program_id(0).to(tl.int64)
     k_parts: tl.constexpr = (K + BK - 1) // BK
     d = (pid % k_parts).to(tl.int32) * BK + tl.arange(0, BK)
     head = pid // k_parts % H
     slot = pid // (k_parts * H)
     _, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
-    here = first < end
-    if MILD >= 0:
-        here = here & _is_deep(totals + (slot * H + head) * K, K, MILD)
-    if here:
+    if first < end:
         count = (end - first).to(tl.int32)
         out = tl.zeros([C, BK], dtype=tl.float32)
         dp = tl.zeros([C, C], dtype=tl.float32)

@@ -21,11 +21,6 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.diagonal import chain, kernels
 from axes.kernels.diagonal.channels import exponents
 
-if chain._GLUON:
-    from axes.kernels.diagonal import hopper_rows
-
-PICKED = False  # mild chunks by `hopper_rows`: seen right on an H200 for written rows alone, and not timed
-
 
 def settings(v: Tensor, k: Tensor) -> dict[str, int]:
     """Block sides, warps and stages of the kernel that reads."""
@@ -45,18 +40,14 @@ def _forward(
     o, chosen = torch.empty_like(v), settings(v, k)
     parts = chain._blocks(v, k, chosen)[0]
     with on_device(v):
-        plain, limit = chain._plain(v, k, cut), chain.mild(v)
-        if plain:
-            states, last, totals = chain.hopper_diagonal.states(v, v, k, g, None, _turned(start), average)
+        if chain._plain(v, k, cut):
+            states, last, _ = chain.hopper_diagonal.states(v, v, k, g, None, _turned(start), average)
         else:
             first = _turned(start)
-            states, last, totals = chain._pass_over(v, k, None, g, first, cut, reverse=False, average=average)
-        held = PICKED and plain and limit > 0
-        if held:
-            hopper_rows.read(q, k, v, g, states, totals, o, limit, average)
+            states, last, _ = chain._pass_over(v, k, None, g, first, cut, reverse=False, average=average)
         kernels.rows[(cut.slots * v.shape[2] * parts,)](
-            v, k, q, g, totals, states, o, *chain._where(v, k, cut)[:-1], **_constants(v, k, cut, average),
-            MILD=limit if held else -1.0, **exponents(v, g), **chosen,
+            v, k, q, g, states, o, *chain._where(v, k, cut)[:-1], **_constants(v, k, cut, average),
+            **exponents(v, g), **chosen,
         )  # fmt: skip
         final = last.mT.contiguous()
         if contain.PICKED:
