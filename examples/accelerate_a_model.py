@@ -4,23 +4,30 @@
     python examples/accelerate_a_model.py --device cuda        # width 1,024, 8 layers, 4 x 4,096 tokens, bfloat16
     python examples/accelerate_a_model.py --device cuda --model delta-net       # flash-linear-attention's own DeltaNet
 
+Theirs tune themselves for minutes: `--configurations 3` has each of their kernels try three. On Hopper with Triton 3.4
+to 3.7.0 they refuse their own gated backward; `--lift-guard` runs it.
+
 What `before` runs is what transformers finds: flash-linear-attention's kernels where they are installed, its own torch
 functions where not. Random weights; the experts are one network, so that the linear layers are what differs.
 """
 
 import argparse
+import contextlib
 import statistics
 import time
 import warnings
 
 import torch
 
+from axes.bench import peers
 from axes.integrations.fla import accelerate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--model", choices=("qwen3-next", "delta-net"), default="qwen3-next")
 parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--configurations", type=int, default=0, help="of each of their kernels; 0: all")
+parser.add_argument("--lift-guard", action="store_true")
 chosen = parser.parse_args()
 gpu = torch.device(chosen.device).type == "cuda"
 width, layers, batch, length, head = (1024, 8, 4, 4096, 128) if gpu else (64, 4, 1, 256, 16)
@@ -81,7 +88,8 @@ def measured() -> tuple[float, float, torch.Tensor]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", UserWarning)
-    before, speed, grad = measured()
+    with peers.tuned(chosen.configurations), peers.lifted_guard() if chosen.lift_guard else contextlib.nullcontext():
+        before, speed, grad = measured()
     with accelerate(None if gpu else "torch") as ours:
         after, faster, grad_after = measured()
     print(ours)
