@@ -188,6 +188,11 @@ def block(dtype: torch.dtype, d: int, plain: bool = False) -> Callable[[], None]
     return run
 
 
+def delta_text() -> str:
+    """The text of the delta rule's response."""
+    return inspect.getsource(response_module).split("\n\n\n", 1)[1]
+
+
 def substitution(
     dtype: torch.dtype, d: int, gates: int, reads: Reads = "before", plain: bool = False, mixes: bool = False
 ) -> Callable[[], None]:
@@ -196,7 +201,7 @@ def substitution(
 
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
-        text = inspect.getsource(response_module).split("\n\n\n", 1)[1]
+        text = delta_text()
         name = register(Response(text + "\n" * mixes, (True, False), mixes))
         if gates == 2:
             g = (-torch.rand(*v.shape)).requires_grad_()
@@ -214,7 +219,7 @@ def network(
 
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
-        text = inspect.getsource(response_module).split("\n\n\n", 1)[1]
+        text = delta_text()
         name = register(Response(text, (True, False), False))
         starts = [torch.randn(2, 2, *n, requires_grad=True) for n in ((d, 4 * d), (4 * d, d)) * (1 + held)]
         c, end = torch.rand(2, 256, 2, 16, requires_grad=True), torch.rand(2, 16, 2, 16, requires_grad=True)

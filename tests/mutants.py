@@ -275,7 +275,7 @@ and shows it to tests that run its line; a file's faults are drawn by a seed. A 
 within the budget is left out of the counts; an open one was shown to those of its tests that a trace had time for, and
 to tests near its file: those that saw other faults of it, and those that say its names. Samples of several seeds stand
 beside each other (`--merge`), as of today's tree.
-Four in what launches kernels were planted by hand and shown to tests that start Triton's interpreter in a process of
+Nine in what launches kernels were planted by hand and shown to tests that start Triton's interpreter in a process of
 its own, which sees nothing of a fault in the process of its test. Faults of GPU kernels stand in `tests/gpu/faults.py`,
 for a machine that has a GPU.
 

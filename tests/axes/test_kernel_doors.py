@@ -353,3 +353,45 @@ def test_what_hoppers_kernels_of_two_layers_may_be_called_for(monkeypatch: pytes
     assert not made(w, h, dtype=torch.float64)
     refused[0] = "another processor"
     assert not made(w, h)
+
+
+def test_two_pieces_of_a_chain_ask_for_what_three_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a piece makes of the state before it reads sums of gates, which all pieces of a chain have."""
+    from axes.kernels.scalar import chain, hopper_write
+    from tests.hopper import asked
+
+    monkeypatch.setattr(hopper_write, "fits", lambda *_: True)
+    q, k, v = (torch.randn(1, 512, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+    beta, g = torch.rand(1, 512, 1), -torch.rand(1, 512, 1)
+    launched = []
+    for pieces in (2, 3):
+        with asked() as found:
+            chain.scalar_chain(q, k, v, beta, g, rule="write", segments=pieces)
+        launched.append([each.kernel for each in found])
+    assert launched[0] == launched[1] and "cumulate" in launched[0]
+
+
+def test_a_memory_of_two_layers_names_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axes.kernels.common import layout
+    from axes.kernels.network.chain import BLOCK, Terms, network_chain
+    from axes.kernels.substitution.chain import Response, register
+    from tests.kernel_cases import delta_text
+
+    monkeypatch.setattr(layout, "interpreted", lambda: True)
+    b, t, h, d, hidden, n = 2, 20, 1, 16, 64, 2
+    shapes = ((b, t, h), (b, t, h), (b, t, h, BLOCK), (b, n, h), (b, n, h, BLOCK))
+    k, weights = torch.zeros(b, t, h, d), (torch.zeros(b, h, d, hidden), torch.zeros(b, h, hidden, d))
+    numbers, inputs = Terms(*(torch.zeros(shape) for shape in shapes)), [k, torch.zeros(b, t, h)]
+    name = register(Response(delta_text(), (True, False), False))
+
+    def refused(says: str, inputs=inputs, numbers=numbers, weights=weights, held=weights) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(ShapeError, match=says):
+            network_chain(k, k, name, inputs, numbers, weights, held)
+
+    floats = "is floating point of shape"
+    refused(rf"^network_chain: input 1 {floats} \(2, 20, 1\), not", inputs=[k, k])
+    refused("^network_chain: the response has 2 inputs, not 1$", inputs=[k])
+    refused(rf"^network_chain: c {floats} \(2, 20, 1, 16\), not", numbers=numbers._replace(c=numbers.a))
+    refused(rf"^network_chain: weights {floats} \(2, 1, 64, 16\), not", weights=(weights[0], weights[1][..., 1:]))
+    refused(rf"^network_chain: held {floats} \(2, 1, 16, 64\), not", held=weights[::-1])
+    refused("^network_chain: b, e0 and e are of a filter", held=None)

@@ -91,6 +91,19 @@ for shape in ((2, 5, 3, 8), (40, 1, 6), (1, 1, 2)):
             compare(got, [want, *torch.autograd.grad(want, wide, dy.double())], bound)
             assert got[1].dtype == taken and got[2].dtype == full
 """,
+    "turn of any strides": """
+from axes.kernels.attention.turn import turn
+
+def pairs(x, angle):
+    (a, b), c, s = x.double().chunk(2, -1), torch.cos(angle.double())[:, None], torch.sin(angle.double())[:, None]
+    return torch.cat((a * c - b * s, a * s + b * c), -1)
+
+angle = 9 * torch.rand(5, 4)
+for order in ((0, 1, 2, 3), (0, 1, 3, 2), (0, 3, 2, 1), (3, 2, 1, 0)):
+    q, k = (torch.randn(*(dict(zip(range(4), (2, 5, h, 8)))[n] for n in order)).permute(order) for h in (3, 1))
+    assert q.shape == (2, 5, 3, 8)
+    compare(turn(q, k, angle), [pairs(x, angle) for x in (q, k)], 1e-6)
+""",
     "s5": """
 from axes.core import reference
 from axes.routes import dispatch
