@@ -5,19 +5,20 @@ The loop does what torch's multi-tensor operations do, in their order. The numbe
 arguments, so that schedules compile nothing. Every operation on entries is rounded once, and a product and a sum are
 two, whatever the processor; what torch has as one operation for a whole program, or does by fused multiplications,
 differs from it by such roundings. Entries are shared out among threads; each is for itself, so that bits do not depend
-on their number.
+on their number. The threads are those of torch's OpenMP, which wait for work already: to begin one takes 50 us or more.
+A child process has none of them, and begins its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, final
 
 import numpy
 import torch
-from torch import Tensor
 
 from axes.programs import c_library
 from axes.programs.batched import Schedule
@@ -25,7 +26,10 @@ from axes.programs.c_text import CODE, Real, functions
 
 REALS: Mapping[torch.dtype, Real] = {torch.float32: "float", torch.float64: "double"}
 SHORT = torch.bfloat16  # what lists may be in besides: read as it is, and rounded to when it is written
-_SHARE = 1 << 18  # entries that are worth a thread of their own: to begin one takes as long as some 50,000 of them
+_SHARE = 1 << 16  # entries that are worth another thread: to wake one takes as long as some 10,000 of them
+_POOL = [True]  # whether torch's threads are there: a process that was forked has lost them, and would wait for ever
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _POOL.__setitem__(0, False))
 OPTIONS = ("-ffp-contract=off", "-pthread")
 
 # what schedules do besides operations of programs, and what torch does otherwise on tiles
@@ -45,7 +49,7 @@ typedef struct {{
     void *const *tensors;
     const long *starts;
     const double *numbers;
-    long count, first, end, found;
+    long count, first, end, found, parts;
 }} part;
 static void *walk(void *given) {{
     part *const x = given;
@@ -57,21 +61,38 @@ static void *walk(void *given) {{
     }}
     return NULL;
 }}
-int lists(void *const *tensors, const long *starts, const double *numbers, long count, long threads) {{
-    part parts[threads];
-    pthread_t others[threads];
-    int begun[threads];
-    for (long i = threads - 1; i >= 0; i--) {{
-        const long first = starts[count] * i / threads, end = starts[count] * (i + 1) / threads;
-        parts[i] = (part){{tensors, starts, numbers, count, first, end, 0}};
+/* of the OpenMP that torch has loaded; none where its threads are others */
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
+extern int omp_get_num_threads(void) __attribute__((weak));
+static void share(void *given) {{
+    part *const parts = given;
+    const long step = omp_get_num_threads();
+    for (long i = omp_get_thread_num(); i < parts->parts; i += step) walk(&parts[i]);
+}}
+static void begin(part *parts) {{
+    const long count = parts->parts;
+    pthread_t others[count];
+    int begun[count];
+    for (long i = count - 1; i >= 0; i--) {{
         begun[i] = i > 0 && pthread_create(&others[i], NULL, walk, &parts[i]) == 0;
         if (!begun[i]) walk(&parts[i]);
     }}
-    long found = 0;
-    for (long i = 0; i < threads; i++) {{
+    for (long i = 0; i < count; i++)
         if (begun[i]) pthread_join(others[i], NULL);
-        found |= parts[i].found;
+}}
+int lists(void *const *tensors, const long *starts, const double *numbers, long count, long threads, int pool) {{
+    part parts[threads];
+    for (long i = 0; i < threads; i++) {{
+        const long first = starts[count] * i / threads, end = starts[count] * (i + 1) / threads;
+        parts[i] = (part){{tensors, starts, numbers, count, first, end, 0, threads}};
     }}
+    /* all threads, whatever the parts: a pool that is asked for fewer ends the others */
+    if (threads == 1) walk(parts);
+    else if (pool && GOMP_parallel && omp_get_thread_num && omp_get_num_threads) GOMP_parallel(share, parts, 0, 0);
+    else begin(parts);
+    long found = 0;
+    for (long i = 0; i < threads; i++) found |= parts[i].found;
     return found != 0;
 }}
 """
@@ -179,7 +200,7 @@ class Loop:
     def __init__(self, text: str, sizes: Sequence[int], rows: int, numbers: int = 0) -> None:
         """rows: lists. numbers: that it is given."""
         self.function = c_library.library(text, *OPTIONS)["lists"]
-        self.function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_long, ctypes.c_long]
+        self.function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_long, ctypes.c_long, ctypes.c_int]
         self.function.restype = ctypes.c_int
         self.count, self.total, self.numbers = len(sizes), sum(sizes), numbers
         self._starts = numpy.array([0, *accumulate(sizes)], dtype=numpy.int64)
@@ -187,17 +208,16 @@ class Loop:
         self._last: list[list[int]] = [[]] * rows
         self._given = self._tensors.ctypes.data, self._starts.ctypes.data
 
-    def put(self, row: int, tensors: Sequence[Tensor]) -> None:
-        """The tensors of a list."""
-        now = list(map(Tensor.data_ptr, tensors))
-        if now != self._last[row]:
-            self._tensors[row], self._last[row] = now, now
+    def put(self, row: int, places: list[int]) -> None:
+        """Where the tensors of a list are."""
+        if places != self._last[row]:
+            self._tensors[row], self._last[row] = places, places
 
     def __call__(self, numbers: Sequence[float] = ()) -> bool:
         """Whether it has found something."""
         values = (ctypes.c_double * self.numbers)(*numbers)
         threads = max(1, min(torch.get_num_threads(), self.total // _SHARE))
-        return bool(self.function(*self._given, values, self.count, threads))
+        return bool(self.function(*self._given, values, self.count, threads, _POOL[0]))
 
 
 __all__ = ["OPTIONS", "REALS", "SHORT", "Loop", "look_source", "no_loop", "source"]

@@ -14,7 +14,8 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
     around, blocks, statistics      programs around what is none, over stacks; sums over rows and columns
     interpreted                     the tuple, a parameter at a time
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
-    finite, sharded, layers         gradients that are not finite, DTensors, rules that read the inputs of layers
+    gradients, finite               what is asked of gradients once, those that are not finite
+    sharded, layers                 DTensors, rules that read the inputs of layers
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from axes.optim.engine.facts import facts, followed
 from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
+from axes.optim.engine.gradients import Gradients
 from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate, require_params
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
@@ -65,7 +67,7 @@ from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
 from axes.routes.choice import Implementation, Plan, Target
 
-_LAYOUT = operator.attrgetter("layout")
+_LAYOUT, _GRAD = operator.attrgetter("layout"), operator.attrgetter("grad")
 _STRIDED = {torch.strided}
 
 
@@ -322,13 +324,13 @@ class Optimizer(torch.optim.Optimizer):
                 parameter.copy_(value)
         if closure is not None:  # which may have done anything
             todays = self._todays()
-        work = self._work()
+        work, gradients = self._work()
         before = self._before(work) if self._finite.flags else []
         self._across(work, todays)
         if self._shards is None:
-            for group, parameters in work:
+            for (group, parameters), theirs in zip(work, gradients, strict=True):
                 today = todays[id(group)]
-                self._advance(group, today.form.update, parameters, today)
+                self._advance(group, today.form.update, parameters, today, theirs)
         else:
             self._advance_shards(self._shards, work)
         if before:
@@ -397,21 +399,22 @@ class Optimizer(torch.optim.Optimizer):
         return nullcontext(parameter) if self._shards is None else self._shards.standing_in(self, parameter)
 
     @uncompiled()
-    def _work(self) -> Work:
-        """Groups and those of their parameters that step, after every gradient was looked at."""
+    def _work(self) -> tuple[Work, list[Gradients]]:
+        """Groups and those of their parameters that step, and their gradients, after every one was looked at."""
         work: Work = []
-        gradients: list[Tensor] = []
+        given: list[Gradients] = []
         for group in self.param_groups:
             parameters: list[Tensor] = group["params"]
-            theirs: list[Any] = [p.grad for p in parameters]
-            if all(map(operator.is_not, theirs, itertools.repeat(None))) and all(map(Tensor.numel, parameters)):
+            theirs = Gradients(map(_GRAD, parameters))
+            if all(map(operator.is_not, theirs, itertools.repeat(None))) and all(theirs.sizes):
                 parameters = list(parameters)
             else:
                 parameters = [p for p, g in zip(parameters, theirs, strict=True) if g is not None and p.numel()]
-                theirs = [p.grad for p in parameters]
+                theirs = Gradients(map(_GRAD, parameters))
             if parameters:
                 work.append((group, parameters))
-                gradients += theirs
+                given.append(theirs)
+        gradients = given[0] if len(given) == 1 else Gradients(itertools.chain.from_iterable(given))
         shards = self._shards
 
         def name(k: int) -> str:
@@ -423,7 +426,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{self._who} does not support sparse gradients ({name(k)}): use nn.Embedding(..., sparse=False)"
             )
         if shards is not None:
-            gradients = [local_shard(g) for g in gradients]
+            gradients = Gradients(local_shard(g) for g in gradients)
         called_off = True
         try:
             called_off = self._finite.calls_off(
@@ -437,7 +440,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             if called_off and shards is not None:
                 shards.turn_back()
-        return [] if called_off else work
+        return ([], []) if called_off else (work, given)
 
     @uncompiled()
     def _before(self, work: Work) -> list[Before]:
@@ -474,12 +477,18 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled(recursive=False)
     def _advance(
-        self, group: Group, update: StateUpdate, parameters: list[Tensor], today: Today | None = None
+        self,
+        group: Group,
+        update: StateUpdate,
+        parameters: list[Tensor],
+        today: Today | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
-        """Step the parameters of one group, together where the tuple and the group allow it. today: of the group."""
+        """Step the parameters of one group, together where the tuple and the group allow it. today: of the group.
+        gradients: those of the parameters, where they have been read."""
         known = self._batches.known(group, update, parameters, self.state)
         if known is not None:
-            self._advance_together(group, update, known, today)
+            self._advance_together(group, update, known, today, gradients)
             return
         late = [p for p in parameters if p in self._fresh or not self.state.get(p)]
         for parameter in late:
@@ -502,18 +511,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled(recursive=False)
     def _advance_together(
-        self, group: Group, update: StateUpdate, batches: list[Batch], today: Today | None = None
+        self,
+        group: Group,
+        update: StateUpdate,
+        batches: list[Batch],
+        today: Today | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
         today = today or self._today(group)
         rates = {name: rate(group, name) for name in facts(update, group["maximize"]).rates} | {**today.numbers}
+        gradients = gradients if len(batches) == 1 else None  # else some are of another batch
         for batch in batches:
             if batch.today is not today:
                 batch.take(today)
             device = batch.parameters[0].device
             scale: Tensor | None = getattr(self, "grad_scale", None) if batch.how == "fused" else None
             found = self._finite.flag(device) if batch.how == "fused" else None
-            batch.step(rates, found, None if scale is None else scale.to(device))
+            batch.step(rates, found, None if scale is None else scale.to(device), gradients)
 
     @uncompiled()
     def _batched(self, group: Group, update: StateUpdate, parameters: list[Tensor]) -> list[Batch]:

@@ -23,6 +23,7 @@ from axes.optim.engine.blocks import BLOCK, Block
 from axes.optim.engine.entries import Entries
 from axes.optim.engine.forms import Today
 from axes.optim.engine.generated import How, is_plain
+from axes.optim.engine.gradients import Gradients
 from axes.optim.engine.kept import Kept
 from axes.optim.engine.layouts import PLAIN, Layout
 from axes.optim.engine.staged import Shape, over_stacks, schedule_over
@@ -85,11 +86,16 @@ class Batch(Kept):
 
     @uncompiled(recursive=False)
     def step(
-        self, rates: Mapping[str, float | Tensor], found: Tensor | None = None, scale: Tensor | None = None
+        self,
+        rates: Mapping[str, float | Tensor],
+        found: Tensor | None = None,
+        scale: Tensor | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
-        """One datum for every parameter. found, scale: of a gradient scaler, for fused batches."""
+        """One datum for every parameter. found, scale: of a gradient scaler, for fused batches. gradients: what the
+        parameters have, where somebody has looked at them."""
         if self.entries is not None:
-            self.entries.step(rates, found, scale)
+            self.entries.step(rates, found, scale, gradients)
         else:
             self._over_stacks(rates)
 

@@ -6,7 +6,6 @@ A generated kernel where those run, else torch's multi-tensor operations (`lists
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -16,14 +15,13 @@ from torch import Tensor
 from axes.core.state_update import StateUpdate
 from axes.optim.engine import stored, trees
 from axes.optim.engine.generated import GRADIENT, How
+from axes.optim.engine.gradients import Gradients
 from axes.optim.engine.lists import Lists
 from axes.optim.engine.routing import real
 from axes.optim.engine.together import Numbers, copied, fits_kernels, schedule, schedule_without, uncompiled
 from axes.programs.batched import Schedule
 from axes.programs.program import PARAMETER
 from axes.programs.storage import FORMS, LOW, UNIT
-
-_DTYPE = operator.attrgetter("dtype")
 
 
 @final
@@ -63,30 +61,37 @@ class Entries:
         self.lists = Lists(self.schedule, self.shown, tensors, states, names, joins, alike=True)
 
     @uncompiled(recursive=False)
-    def step(self, rates: Mapping[str, float | Tensor], found: Tensor | None, scale: Tensor | None) -> None:
-        """One datum for every parameter. found, scale: of a gradient scaler, for a kernel."""
+    def step(
+        self,
+        rates: Mapping[str, float | Tensor],
+        found: Tensor | None,
+        scale: Tensor | None,
+        gradients: Gradients | None = None,
+    ) -> None:
+        """One datum for every parameter. found, scale: of a gradient scaler, for a kernel. gradients: what the
+        parameters have, where somebody has looked at them."""
         if self.how == "fused":
             self._launch(rates, found, scale)
         elif self.how == "device":
-            self._run(self.schedule, rates)
+            self._run(self.schedule, rates, gradients)
         else:
-            self._on_host({n: float(x) for n, x in rates.items()})
+            self._on_host({n: float(x) for n, x in rates.items()}, gradients)
 
     @uncompiled()
-    def _on_host(self, rates: Mapping[str, float]) -> None:
+    def _on_host(self, rates: Mapping[str, float], gradients: Gradients | None) -> None:
         zero = frozenset(n for n, x in rates.items() if x == 0.0)
-        self._run(self.reduced(zero) if zero else self.schedule, rates)
+        self._run(self.reduced(zero) if zero else self.schedule, rates, gradients)
 
-    def _run(self, schedule: Schedule, rates: Mapping[str, float | Tensor]) -> None:
+    def _run(self, schedule: Schedule, rates: Mapping[str, float | Tensor], gradients: Gradients | None) -> None:
         values = self.numbers.of(schedule.program, self.numbers.given(rates))
-        self._step(schedule, values)
+        self._step(schedule, values, gradients)
         self.numbers.take(schedule.program, values)
 
-    def _step(self, schedule: Schedule, values: Sequence[float | Tensor]) -> None:
+    def _step(self, schedule: Schedule, values: Sequence[float | Tensor], given: Gradients | None) -> None:
         """The program over all blocks, given its numbers."""
-        gradients: list[Tensor] = [p.grad for p in self.parameters]  # type: ignore[misc]
-        if set(map(_DTYPE, gradients)) != {self.wide}:
-            gradients = [real(g).to(self.wide) for g in gradients]
+        gradients = Gradients(p.grad for p in self.parameters) if given is None else given  # type: ignore[misc]
+        if gradients.dtypes != {self.wide}:
+            gradients = Gradients(real(g).to(self.wide) for g in gradients)
         copies: list[Tensor] = []
         if not self.whole:
             copies = [self._copy(p, s) for p, s in zip(self.parameters, self.states, strict=True)]

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from axes.errors import NotFiniteError
 from axes.optim.engine import loops
+from axes.optim.engine.gradients import Gradients
 from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
 from axes.programs import c_library
 from axes.programs.c_entries import REALS, Loop, look_source
 
 _SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
-_ON_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
+_ON_CPU = operator.attrgetter("is_cpu")
 Agree = Callable[[bool | Tensor], bool]  # whether any process says so
 
 
@@ -146,7 +147,8 @@ class Look:
             norms = _together(torch._foreach_norm(list(gradients)))
             norm = norms.sum(dtype=torch.promote_types(norms.dtype, torch.float32))
             return (norm - norm).ne(0)  # NaN differs from 0 as well
-        sizes = list(map(Tensor.numel, gradients))
+        gradients = Gradients.of(gradients)
+        sizes = gradients.sizes
         if sizes != self._sizes:
             self._sort(gradients, sizes)
         found = self._found(gradients)
@@ -161,15 +163,13 @@ class Look:
         total = sum(map(Tensor.item, sums))
         return not bool(total - total == 0)  # complex numbers too
 
-    def _found(self, gradients: Sequence[Tensor]) -> bool | None:
+    def _found(self, gradients: Gradients) -> bool | None:
         """Whether some entry is not finite, by a loop of C; None where there is none yet."""
         self._seen += self._total
         if self._seen - self._total < loops.WORTH or c_library.followed():
             return None
         dtype = gradients[0].dtype
-        if set(map(_DTYPE, gradients)) != {dtype} or dtype not in REALS or not loops.readable(gradients):
-            return None
-        if not all(map(Tensor.is_contiguous, gradients)):
+        if gradients.dtypes != {dtype} or dtype not in REALS or not gradients.readable:
             return None
         if dtype not in self._loops:
             fits = loops.no_loops(gradients[0].device, dtype, self._seen) is None
@@ -177,7 +177,7 @@ class Look:
         look = self._loops[dtype]
         if look is None:
             return None
-        look.put(0, gradients)
+        look.put(0, gradients.places)
         return look()
 
     def _sort(self, gradients: Sequence[Tensor], sizes: list[int]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from axes.errors import AxesError
 from axes.optim.engine import trees
 from axes.optim.engine.generated import GRADIENT, is_plain
+from axes.optim.engine.gradients import Gradients
 from axes.programs import c_entries, c_library
 from axes.programs.batched import Schedule
 from axes.programs.c_entries import REALS, SHORT, Loop
@@ -54,11 +55,6 @@ def unable(text: str) -> str | None:
 def loop(text: str, sizes: Sequence[int], rows: int, numbers: int = 0) -> Loop | None:
     """A loop over so many lists of these sizes, given numbers, or None where none is made."""
     return Loop(text, sizes, rows, numbers) if unable(text) is None else None
-
-
-def readable(tensors: Sequence[Tensor]) -> bool:
-    """Whether what tensors hold is in their memory."""
-    return set(map(type, tensors)) == {Tensor}
 
 
 @final
@@ -97,10 +93,15 @@ class Loops:
     def step(self, schedule: Schedule, gradients: Sequence[Tensor], values: Sequence[Any]) -> bool:
         """One datum by a loop; False where there is none, and nothing was done. gradients: of one dtype."""
         self.seen += self.total
-        if self.seen - self.total < WORTH or c_library.followed() or not readable(gradients):
+        if self.seen - self.total < WORTH or c_library.followed():
             return False
-        short = gradients[0].dtype == SHORT
-        if gradients[0].dtype not in (self.real, SHORT):
+        given = Gradients.of(gradients)
+        if not given.readable:
+            if set(map(type, given)) != {Tensor}:
+                return False
+            given = Gradients(g.contiguous() for g in given)
+        short = given[0].dtype == SHORT
+        if given[0].dtype not in (self.real, SHORT):
             return False
         if (schedule, short) not in self.made:
             self.made[schedule, short] = self._made(schedule, [*self.short, *[GRADIENT] * short])
@@ -108,12 +109,10 @@ class Loops:
         numbers = [x for some in schedule.numbers(values) for x in some if isinstance(x, float)] if found else []
         if found is None or len(numbers) != found.numbers:  # the others are beside tensors
             return False
-        if any(gradients[i].is_neg() for i in self.single):  # an imaginary part, to be read with another sign
-            gradients = [g.resolve_neg() for g in gradients]
-        if not all(map(Tensor.is_contiguous, gradients)):  # as those of several entries are not
-            gradients = [g.contiguous() for g in gradients]
+        if any(given[i].is_neg() for i in self.single):  # an imaginary part, to be read with another sign
+            given = Gradients(g.resolve_neg() for g in given)
         if GRADIENT in schedule.names:
-            found.put(schedule.names.index(GRADIENT), gradients)
+            found.put(schedule.names.index(GRADIENT), given.places)
         torch.autograd.graph.increment_version(self.parameters)  # a graph that has kept them must know
         found(numbers)
         return True
@@ -127,8 +126,8 @@ class Loops:
         made = loop(c_entries.source(schedule, REALS[self.real], short), self.sizes, len(schedule.names), numbers)
         for row, name in enumerate(schedule.names):
             if made is not None and name != GRADIENT:
-                made.put(row, self.tensors[name])
+                made.put(row, list(map(Tensor.data_ptr, self.tensors[name])))
         return made
 
 
-__all__ = ["WORTH", "Loops", "loop", "no_loops", "readable"]
+__all__ = ["WORTH", "Loops", "loop", "no_loops"]

@@ -28,6 +28,7 @@ from axes.linalg.accumulate import outer_sum
 from axes.optim.engine import trees
 from axes.optim.engine.base import Group, Optimizer, Options, Params, Rule
 from axes.optim.engine.forms import Today
+from axes.optim.engine.gradients import Gradients
 from axes.optim.engine.groups import rates
 from axes.optim.engine.layers import no_hooks, require_reduction, watch
 from axes.optim.engine.states import show
@@ -246,7 +247,12 @@ class ExactNaturalGradient(Optimizer):
         self._passes.append(recorded)
 
     def _advance(
-        self, group: Group, update: StateUpdate, parameters: list[Tensor], today: Today | None = None
+        self,
+        group: Group,
+        update: StateUpdate,
+        parameters: list[Tensor],
+        today: Today | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         if not self._passes:
             raise AxesError("ExactNaturalGradient: the model was not called since the last step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import multiprocessing
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,33 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             torch.set_num_threads(before)
     assert same(*found)
+
+
+def _forked(steps: list[Any], out: Any) -> None:
+    out.put([x.tolist() for x in walk(*steps)])
+
+
+def test_a_process_that_was_forked_steps_by_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost those of torch, for which it would wait for ever."""
+    monkeypatch.setattr(c_entries, "_SHARE", 64)
+    before, contexts = torch.get_num_threads(), multiprocessing.get_context("fork")
+    torch.set_num_threads(2)
+    try:
+        made = [parameters() for _ in range(2)]
+        a, b = (optim.AdamW(ps) for ps in made)
+        walk(a, made[0], range(2))  # torch's threads are there now
+        walk(b, made[1], range(2))
+        out = contexts.Queue()
+        child = contexts.Process(target=_forked, args=((b, made[1], range(2, 4)), out), daemon=True)
+        child.start()
+        try:
+            found = out.get(timeout=30)
+        finally:
+            child.kill()
+            child.join()
+        assert found == [x.tolist() for x in walk(a, made[0], range(2, 4))]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_schedules_compile_nothing() -> None:
