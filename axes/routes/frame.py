@@ -15,7 +15,7 @@ from torch import Tensor
 from axes.core.derived import no_chain
 from axes.core.facts import fact
 from axes.core.legality import factors
-from axes.core.monoids import Identity, Product, Rotation, rotate
+from axes.core.monoids import Identity, Product, Rotation
 from axes.core.rates import Per, Signal
 from axes.core.state_update import State, StateUpdate
 from axes.routes import dispatch
@@ -65,9 +65,17 @@ def run(
     angle = frame.rotation.element(signal, 1.0, k.new_empty(k.shape[-1], dtype=torch.float64)).angle
     assert angle is not None
     end = (lengths[:, None, None, None] * angle).remainder(2 * math.pi)
-    turned = tuple(rotate(x, end.to(x.dtype)) for x in after.theta)
+    turned = tuple(_forward(x, end.to(x.dtype)) for x in after.theta)
     last = State(turned, after.via, after.stats, after.norm, after.anchor, after.count)
     return out, last if held is None else last.to(held)
+
+
+def _forward(x: Tensor, angle: Tensor) -> Tensor:
+    """`rotate` by angles that are numbers of the length: three operations on the state and the others on these, which
+    a line of operations makes once (`axes.kernels.common.line`)."""
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * torch.cat((cos, cos), -1), swapped, torch.cat((-sin, sin), -1))
 
 
 __all__ = ["Frame", "frame", "run"]

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 import axes
 from axes.kernels.common import ahead as module
+from axes.kernels.common import repeated
 from axes.kernels.common.ahead import Ahead, compile_ahead, really, rehearsal
 from axes.kernels.common.launch import Kernel
 from axes.kernels.rows.cross_entropy import _cross_entropy
@@ -86,6 +87,34 @@ def test_a_layer_is_compiled_before_its_first_call(name: str) -> None:
         y, _ = layer(x)
         y.backward(torch.ones_like(y))
         assert len(known()) == made
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "PaTH", "Mamba2", "FoX"])
+def test_a_first_call_has_its_kernels_compiled_side_by_side(name: str) -> None:
+    layer, x = example(name, 8)
+    compiled: list[str] = []
+    compile_one = patch.object(module, "_compiled", lambda kernel, *_: compiled.append(kernel.fn.__name__) or 0.0)
+    many, there = patch.object(module, "_processors", lambda: 2), patch.object(repeated, "_compiles", lambda _: True)
+    rehearsals: list[Ahead] = []
+    told = patch.object(repeated, "Ahead", lambda device: rehearsals.append(Ahead(device)) or rehearsals[-1])
+    with no_launches() as launches, compile_one, many, there, told:
+        y, _ = layer(x)
+        forward = len(compiled)
+        y.backward(torch.ones_like(y))
+        layer(x)[0].backward(torch.ones_like(y))
+        assert 3 <= forward == len(compiled)
+        assert known() == set(rehearsals[0].asked)  # those of the backward among them, and no other
+        assert set(compiled) == set(launches)
+        twin = deepcopy(layer)
+        twin(x)[0].backward(torch.ones_like(y))  # whose kernels are there
+        assert len(compiled) == forward
+        with torch.no_grad(), patch.object(repeated, "_rehearse") as rehearse:
+            twin(x[:, :3].expand(2, -1, -1))
+            assert not rehearse.called or not rehearse.call_args.args[5]  # without gradients, no backward
+    layer, x = example(name, 8)
+    with no_launches(), many, there, patch.object(Ahead, "ask", side_effect=RuntimeError("no memory")):
+        y, _ = layer(x)  # one after the other
+        y.backward(torch.ones_like(y))
 
 
 def test_what_is_no_module_or_no_tensor_is_refused() -> None:

@@ -247,6 +247,97 @@ refused(run, "writes to")
     )
 
 
+FIXED = r"""
+from unittest.mock import patch
+real = sequence.base._run_alone
+
+def held(layer):
+    return [x for line in _known[layer].lines.values() for x in line._held if x.shape == (16,)]
+
+def with_run(run, layer, x, seed=2):
+    with patch.object(sequence.base, "_run_alone", run):
+        for _ in range(2):
+            gradients(layer, layer(x), x)
+        torch.manual_seed(seed)
+        return layer(x)
+"""
+
+
+def test_what_is_made_of_numbers_alone_is_made_once() -> None:
+    interpret(
+        PROGRAM
+        + FIXED
+        + r"""
+table = lambda x: torch.arange(16, dtype=torch.float32, device=x.device).mul(0.3).cos()
+def run(layer, x, *facts):
+    y, state = real(layer, x * table(x), *facts)
+    return y + torch.rand(16), state, table(x).view(4, 4)
+layers, x = [make(), make()], tokens()
+y, _, out = [with_run(run, layer, x) for layer in layers][0]
+mine, theirs = held(layers[0]), held(layers[1])
+almost = torch.arange(16, dtype=torch.float32).mul(0.3)  # of which the other table's cosine is
+same(mine, [table(x), almost])
+assert mine[0] is theirs[0]  # all layers share it
+out.zero_()  # handed out: a call's own, and neither what is drawn nor what is written to is held
+again, _, out = with_run(run, layers[0], x, seed=3)
+assert not torch.equal(y, again) and torch.equal(out, table(x).view(4, 4))
+same(held(layers[0]), [table(x), almost])
+gone = weakref.ref(mine[0])
+followed.clear()
+del layers, mine, theirs, y, again, out, _
+gc.collect()
+assert gone() is None
+
+def run(layer, x, *facts):
+    room = torch.zeros(16) + torch.arange(16.0)
+    room.add_(x.new_tensor(1.0).shape.numel())
+    return real(layer, x * room, *facts)
+layer = make()
+for _ in range(3):
+    y = with_run(run, layer, x)[0]
+assert not any(torch.equal(x, torch.arange(16.0) + 1) for x in held(layer))
+assert torch.equal(y, python(layer, x * (torch.arange(16.0) + 1))[0])
+"""
+    )
+
+
+def test_what_a_graph_reads_stays() -> None:
+    interpret(
+        PROGRAM
+        + FIXED
+        + r"""
+def run(layer, x, *facts):
+    return real(layer, x * torch.arange(16.0).cos(), *facts)
+x = tokens()
+captures = patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+device = type("Device", (), {"type": "cuda"})
+ones = torch.ones(16)
+recorder = lines.Recorder([ones])
+with recorder:
+    ones * torch.arange(16.0).cos()
+assert lines._fixed(recorder, (), torch.device("cpu"))
+with captures:
+    assert lines._fixed(recorder, (), device) == {}  # not there before the graph has run
+def dropped(reads):
+    layer = make()
+    with_run(run, layer, x)
+    followed.clear()
+    (line,) = _known[layer].lines.values()
+    line.device = torch.device("cuda", 0)
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: reads):
+        with patch.object(torch.cuda, "current_device", lambda: 0):
+            line._run(lambda tensors: None, [])
+    return weakref.ref(held(layer)[0])
+gone = dropped(False)
+gc.collect()
+assert gone() is None
+stays = dropped(True)
+gc.collect()
+assert stays() is not None
+"""
+    )
+
+
 def test_graphs_are_as_before() -> None:
     interpret(
         PROGRAM

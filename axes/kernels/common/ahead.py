@@ -53,6 +53,10 @@ class Ahead(TorchDispatchMode):
         self.asked: dict[Any, Future[float]] = {}
         self._pool = ThreadPoolExecutor(self.compilers, "compiler", self._begin)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation, which takes seconds
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         return made.zero_() if function in _UNFILLED else made
@@ -116,10 +120,28 @@ def compile_ahead(module: nn.Module, *inputs: Tensor, compilers: int | None = No
     ahead = Ahead(device, compilers)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad(), ahead:
         made = twin(*[x.detach().requires_grad_(x.requires_grad) for x in inputs])
-        ends = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
+        ends = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad][:1]
         torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
     ahead.wait()
     return ahead.kernels
+
+
+def expect(rehearse: Callable[[], None]) -> None:
+    """A call whose like has not been: should a kernel be missing from now on, `rehearse` is called first, once.
+
+    So a first call waits for its slowest compiler and not for one after the other, and one whose kernels are all there
+    rehearses nothing. It may be the call's backward that misses one, in a thread of autograd's.
+    """
+    _expected[:] = [rehearse]
+
+
+_expected: list[Callable[[], None]] = []
+
+
+def missing() -> None:
+    """A kernel is about to be compiled. Where operations are watched nobody rehearses."""
+    if _expected and not torch._C._len_torch_dispatch_stack() and _processors() > 1:
+        _expected.pop()()
 
 
 def rehearsal() -> Ahead | None:

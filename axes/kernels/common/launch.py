@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from axes.kernels.common.ahead import rehearsal
+from axes.kernels.common.ahead import missing, rehearsal
 from axes.kernels.common.launcher import Launch
 from axes.kernels.common.line import recording, unseen
 
@@ -63,6 +63,7 @@ class Kernel:
                 ahead.ask((self, asked, key), self.kernel, args, {"enable_fp_fusion": True, **given})
             return
         if ready is None:
+            missing()
             ready = call.ready[key] = self.by_triton(grid, *args, **given)
         else:
             ready[(*grid, 1, 1)](*values)

@@ -11,10 +11,11 @@ read on the host, a tensor from elsewhere, a write to what was given) leaves a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import sha256
 from typing import Any, NamedTuple, final
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from axes.kernels.common.launcher import Launch, Tiles, here
 
 _aten = torch.ops.aten
 _BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_SEEDED = torch.Tag.nondeterministic_seeded
 _LONGEST = 2000  # steps: more is a loop over tokens
+_LARGEST = 2**23  # entries of what a line holds from call to call
 
 # ---- what is written -------------------------------------------------------------------------------------------------
 
@@ -101,6 +104,12 @@ _BINDINGS = {
     _aten.tanh.default: torch.tanh,
     _aten.sigmoid.default: torch.sigmoid,
     _aten.rsqrt.default: torch.rsqrt,
+    _aten.addcmul.default: torch.addcmul,
+    _aten.roll.default: torch.roll,
+    _aten.flip.default: torch.flip,
+    _aten.cumsum.default: torch.cumsum,
+    _aten.clamp_min.default: torch.clamp_min,
+    _aten.ge.Scalar: torch.ge,
 }
 _CAST = {"dtype", "layout", "device", "pin_memory"}  # of a cast from dtype to dtype
 
@@ -126,6 +135,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[_Step] = []
         self.roots: list[_Place] = []
         self.given: set[int] = set()
+        self.varied: set[int] = set()  # roots that an operation draws, or writes to
         self.refused: str | None = None
         self._storages: dict[int, tuple[StorageWeakRef, dict[Any, _Place]]] = {}  # weak: an address is not used again
         self.give(given)
@@ -140,6 +150,10 @@ class Recorder(TorchDispatchMode):
 
     def refuse(self, reason: str) -> None:
         self.refused = self.refused or reason
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation, which takes seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
@@ -194,13 +208,15 @@ class Recorder(TorchDispatchMode):
         results, schema = list(made) if several else [] if made is None else [made], function._schema
         if not _BY_VALUE.isdisjoint(function.tags):
             return self.refuse(f"what {function} says depends on values")
-        read = {_address(x) for x in _tensors((*args, *kwargs.values()))}
+        read, drawn = {_address(x) for x in _tensors((*args, *kwargs.values()))}, _SEEDED in function.tags
         fresh = [isinstance(x, Tensor) and _address(x) not in read for x in results]  # numbers are those of a look
         if schema.is_mutable:
             written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             values = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
-            if any(self.place(x).root in self.given for name in written for x in _tensors(values.get(name))):
+            changed = {self.place(x).root for name in written for x in _tensors(values.get(name))}
+            if changed & self.given:
                 return self.refuse(f"{function} writes to what was given")
+            self.varied |= changed
         elif not any(fresh):  # views, or what is asked about dtypes
             for x in _tensors(results):
                 self.place(x)
@@ -223,6 +239,8 @@ class Recorder(TorchDispatchMode):
         ]
         for x in _tensors(results):
             self.place(x)
+        if drawn:
+            self.varied.update(root for root in roots if root is not None)
         self.steps.append(_Step(_BINDINGS.get(function, function), *given, tuple(roots), several))
         return None
 
@@ -328,13 +346,18 @@ _view = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None) or (
 
 
 def _function(
-    given: Sequence[int], steps: Sequence[_Step], results: Any, roots: Sequence[_Place], device: torch.device
+    given: Sequence[int],
+    steps: Sequence[_Step],
+    results: Any,
+    roots: Sequence[_Place],
+    device: torch.device,
+    fixed: Mapping[int, Tensor | None],
 ) -> _Follow:
     """The steps as a function of a list of given roots, which it empties; results: places, which come back in their
-    structure. A tensor is let go of behind the step that reads it last."""
+    structure. A tensor is let go of behind the step that reads it last. fixed: roots that are there."""
     known: dict[str, Any] = {"view": _view, "described": _described, "again": Tensor.detach, "here": here}
     names = "".join(f"t{root}, " for root in given)
-    lines = [[f"{names} = tensors", "tensors.clear()"]]
+    lines = [[f"{names} = tensors" if names else "", "tensors.clear()"]]
     last: dict[str, int] = {}
     views: dict[_Place, str] = {}
 
@@ -344,6 +367,10 @@ def _function(
         return name
 
     def text(x: Any, read: str = "{}") -> str:
+        if isinstance(x, _Place) and x.root in fixed:
+            if x not in views:
+                views[x] = constant(_seen(fixed[x.root], x, roots))
+            return read.format(views[x])
         if isinstance(x, _Place):
             name = root = f"t{x.root}"
             if x != roots[x.root] and (name := views.get(x, "")) == "":
@@ -369,6 +396,7 @@ def _function(
     def address(x: Any) -> str:
         return text(x, "{}.data_ptr()")
 
+    steps = [step for step in steps if fixed.keys().isdisjoint(step.made)]
     needed = {place.root for place in _placed((results, *[(step.args, step.kwargs) for step in steps]))}
     for step in steps:
         if step.function in _UNREAD and step.made[0] not in needed:
@@ -411,6 +439,68 @@ def _placed(x: Any) -> Iterator[_Place]:
         yield from _placed(tuple(x.values()))
 
 
+def _seen(x: Tensor | None, place: _Place, roots: Sequence[_Place]) -> Tensor:
+    """A view of a root that is there."""
+    assert x is not None, "what only makes what is held is not read"
+    root = roots[place.root]
+    return x if place == root else _view(x, place.size, place.stride, place.offset - root.offset)
+
+
+# ---- what is the same at every call ----------------------------------------------------------------------------------
+
+# rooms, numbers and copies: a kernel may write to these, and never to what an operation computed
+_TO_FILL = {*_UNREAD, torch.full, torch.clone, _aten._to_copy.default}
+_computed: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()  # of all lines, by how they are computed
+_captured: dict[int, Tensor] = {}  # what graphs of CUDA read, which outlive lines
+
+
+def _fixed(recorder: Recorder, handed: Sequence[Any], device: torch.device) -> dict[int, Tensor | None]:
+    """What the line computes of numbers alone, as a table of positions, by its root: made now and held. What is handed
+    out is made at every call. In a capture nothing is there before the graph runs, so that nothing is held."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return {}
+    roots = recorder.roots
+    out, texts = {place.root for place in _placed(handed)} | recorder.varied, dict[int, str]()
+    open_to = {p.root for s in recorder.steps if not s.made for p in _placed((s.args, s.kwargs))}  # launches and calls
+    chain: list[_Step] = []
+    for step in recorder.steps:
+        read = [place.root for place in _placed((step.args, step.kwargs))]
+        stays = step.made and None not in step.made and out.isdisjoint(step.made) and texts.keys() >= set(read)
+        written = step.function in _TO_FILL and not open_to.isdisjoint(step.made)
+        if not stays or written or step.function is torch.empty_strided:
+            continue
+        chain.append(step)
+        told = sha256(_said(step, texts).encode()).hexdigest()
+        texts.update({root: f"{told}[{i}]" for i, root in enumerate(step.made) if root is not None})
+    inside = {id(step) for step in chain}
+    rest = [(s.args, s.kwargs) for s in recorder.steps if id(s) not in inside]
+    ends = list(dict.fromkeys(p.root for p in _placed(rest) if p.root in texts))
+    if sum(1 + _span(roots[root]) for root in ends) > _LARGEST or not ends:
+        return {}
+    keys = {root: (texts[root], roots[root][1:], str(device)) for root in ends}
+    held = {root: _computed.get(key) for root, key in keys.items()}
+    if None in held.values():
+        with torch.inference_mode(False):
+            made = _function((), chain, tuple(roots[root] for root in ends), roots, device, {})([])
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # calls may come on any stream
+        held = {root: _computed.setdefault(keys[root], x) for root, x in zip(ends, made, strict=True)}
+    return {root: held.get(root) for root in texts}
+
+
+def _said(step: _Step, texts: dict[int, str]) -> str:
+    """A step by what it is made of, whichever line it stands in."""
+
+    def text(x: Any) -> str:
+        if isinstance(x, _Place):
+            return f"{texts[x.root]}{x[1:]}"
+        if isinstance(x, tuple | list):
+            return f"{type(x)}{list(map(text, x))}"
+        return repr(x)
+
+    return f"{step.function}{text(step.args)}{[(name, text(x)) for name, x in sorted(step.kwargs.items())]}"
+
+
 def _described(cls: type, rest: dict[str, Any], base: Tensor) -> Any:
     made: Any = object.__new__(cls)
     made.__dict__.update(rest, base=base)
@@ -443,6 +533,7 @@ class Line:
         self._constant: list[int] = []  # results without gradients
         self._came: list[bool] = []  # gradients of results that came when the backward was written
         self._cast_back: Any = None
+        self._held: list[Tensor] = []  # what both read and no call makes
 
     @property
     def open(self) -> bool:
@@ -465,6 +556,8 @@ class Line:
 
     def _run(self, function: _Follow, tensors: list[Tensor]) -> Any:
         """Below autograd and autocast, where the line was written, and on the device whose kernels it launches."""
+        if self._held and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured.update({id(x): x for x in self._held})
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
             if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
                 return function(tensors)
@@ -493,17 +586,20 @@ class Line:
         self.refused = recorder.refused
         if self.refused is not None:
             return
+        roots = recorder.roots
+        fixed = _fixed(recorder, (outputs, *backward[2:]), self.device)
+        self._held = [x for x in fixed.values() if x is not None]
         if not backward:
-            self._forward = _function(range(given), recorder.steps, outputs, recorder.roots, self.device)
+            self._forward = _function(range(given), recorder.steps, outputs, roots, self.device, fixed)
         else:
-            done, roots, results = backward  # steps of the forward; what is given to the backward, and comes out
+            done, came, results = backward  # steps of the forward; gradients that come, and those that leave
             forward, later = recorder.steps[:done], recorder.steps[done:]
             own = {root for step in forward for root in step.made if root is not None}
             read = {place.root for step in later for place in _placed((step.args, step.kwargs))}
-            kept = sorted(own & (read | {place.root for place in _placed(results)}))
-            whole = tuple(recorder.roots[root] for root in kept)
-            self._forward = _function(range(given), forward, (outputs, whole), recorder.roots, self.device)
-            self._backward = _function([*range(given), *kept, *roots], later, results, recorder.roots, self.device)
+            kept = sorted(own & (read | {place.root for place in _placed(results)}) - fixed.keys())
+            whole = tuple(roots[root] for root in kept)
+            self._forward = _function(range(given), forward, (outputs, whole), roots, self.device, fixed)
+            self._backward = _function([*range(given), *kept, *came], later, results, roots, self.device, fixed)
         self.ready = True
 
     def again(self, ctx: Any, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:

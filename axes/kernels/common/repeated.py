@@ -12,14 +12,15 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
-from typing import Any, final
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from axes.kernels.common.line import Line, cast
+from axes.kernels.common.ahead import Ahead, expect
+from axes.kernels.common.line import Line, _tensors, cast
 
 _PLAIN = (Tensor, nn.Parameter)
 _KNOWN = {
@@ -134,6 +135,9 @@ class _Calls:
             if len(self.lines) >= _MOST:
                 self.lines.clear()
             self.lines[look] = Line(device)
+            if _compiles(device):
+                alike = [*map(_Alike.of, tensors)]
+                expect(partial(_rehearse, ref(module), run, facts, alike, len(given), record, cast(device)))
         return run(module, *given, *facts)
 
     def with_tensors(self, module: nn.Module, run: Run, many: int, facts: Sequence[Any], *tensors: Tensor) -> Any:
@@ -146,6 +150,59 @@ class _Calls:
 
 
 _known: WeakKeyDictionary[nn.Module, _Calls] = WeakKeyDictionary()
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled there, and a call may do more than was asked for: in a capture all is repeated."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+class _Alike(NamedTuple):
+    """A tensor's look, which holds no memory of it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Alike:
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+
+    def made(self) -> Tensor:
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.grad)
+
+
+def _rehearse(
+    module: ref[nn.Module],
+    run: Run,
+    facts: Sequence[Any],
+    alike: Sequence[_Alike],
+    given: int,
+    record: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Have what a call launches, forward and backward, compiled side by side (`axes.kernels.common.ahead`).
+    given: how many of the tensors are no parameters.  dtype: of autocast, or None."""
+    own, device = module(), alike[0].device
+    if own is None or (known := _known.get(own)) is None or not _compiles(device):
+        return
+    rehearsing = Ahead(device)
+    try:
+        cast_to = torch.autocast(device.type, dtype, enabled=dtype is not None)
+        with torch.inference_mode(False), torch.set_grad_enabled(record), cast_to, rehearsing:
+            tensors = [x.made() for x in alike]
+            made = _tensors(known.with_tensors(own, run, given, facts, *tensors))
+            ends = [x for x in made if x.requires_grad][:1]  # a state's gradients have launches of their own
+            wanted = [x for x in tensors if x.requires_grad]
+            if ends:
+                torch.autograd.grad(ends, wanted, [torch.ones_like(x) for x in ends], allow_unused=True)
+    except Exception:  # as where memory is short: the call itself says what it lacks, or waits for one after the other
+        pass
+    finally:
+        rehearsing.wait()
 
 
 def _told() -> tuple[Any, ...]:
