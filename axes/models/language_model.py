@@ -97,6 +97,27 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, _EPS)
 
 
+def no_norm_by_kernel(norm: nn.Module, x: Tensor) -> str | None:
+    """Why torch takes this norm of x, or None if one launch does, with the casts around it, and one its gradients."""
+    if type(norm) is not RMSNorm or _hooked(norm) or type(norm.weight) is not nn.Parameter:
+        return "a norm is not a plain RMSNorm"
+    if norm.weight.dtype not in (x.dtype, torch.float32):  # the kernel computes in float32, whatever the streams have
+        return "norms are neither of the streams' dtype nor of float32"
+    if x.numel() == 0 or x.shape[-1] > _WIDEST:
+        return f"rows of {x.shape[-1]} entries do not fit a program, or there are none"
+    if torch.compiler.is_compiling():
+        return "a compiler follows torch's operations"
+    if torch._C._are_functorch_transforms_active() or type(x) not in (Tensor, nn.Parameter):
+        return "tensors are transformed"
+    return versions.no_kernel(x.device, x.dtype) or versions.no_kernel(x.device, taken_in(norm.weight))
+
+
+def _norm_by_kernel(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    from axes.kernels.rows.norm import add_norm  # triton is imported by the first call that needs it
+
+    return add_norm(x, None, cast(Tensor, norm.weight), _EPS, dtype)[1]
+
+
 @final
 class SwiGLU(nn.Module):
     """y = W_out (silu(W_gate x) * W_in x), hidden width 8/3 of the width, rounded up to a multiple of 16."""
@@ -251,6 +272,9 @@ class Trunk(nn.Module):
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         """In a dtype that products with weights take, where streams have one of their own and no norm converts it."""
+        if no_norm_by_kernel(norm, x) is None:
+            normed: Tensor = repeated(norm, _norm_by_kernel, (x,), taken_in(cast(Tensor, norm.weight)))
+            return normed
         y: Tensor = norm(x)
         if self.stream_dtype is None:
             return y
@@ -262,19 +286,10 @@ class Trunk(nn.Module):
         if not all(mixer.added for mixer in self.mixers):
             return "streams are more than a sum"
         norms = [*self.norms, self.norm]
-        weights = [norm.weight for norm in norms if type(norm) is RMSNorm and not _hooked(norm)]
-        if len(weights) < len(norms) or any(type(w) is not nn.Parameter for w in weights):
-            return "a norm is not a plain RMSNorm"
-        said = weights[-1].dtype  # the kernel computes in float32: weights may have it beside streams of 16 bits
-        if said not in (x.dtype, torch.float32) or any(w.dtype != said for w in weights):
-            return "norms are neither of the streams' dtype nor of float32"
-        if x.numel() == 0 or self.architecture.width > _WIDEST:
-            return f"rows of {self.architecture.width} entries do not fit a program, or there are none"
-        if torch.compiler.is_compiling():
-            return "a compiler follows torch's operations"
-        if torch._C._are_functorch_transforms_active() or type(x) not in (Tensor, nn.Parameter):
-            return "tensors are transformed"
-        return versions.no_kernel(x.device, x.dtype) or versions.no_kernel(x.device, taken_in(weights[-1]))
+        if (reason := next((r for norm in norms if (r := no_norm_by_kernel(norm, x)) is not None), None)) is not None:
+            return reason
+        said = {cast(Tensor, norm.weight).dtype for norm in norms}
+        return "norms are neither of the streams' dtype nor of float32" if len(said) > 1 else None
 
     def _added(self, sublayer: Callable[..., Tensor], streams: Streams) -> Tensor:
         """`through` and the last norm, where every norm is one pass with the addition before it: the first has none."""

@@ -48,7 +48,8 @@ from axes.kernels.streams import mix
 for n, each in ((3, True), (4, False)):  # several programs go through several tiles each
     mix._PROGRAMS = 2
     compare("both", draw("both", n, 700, (5,), each, torch.float32), 3e-6)
-compare("write", draw("write", 5, 140, (3,), True, torch.float32), 3e-6)  # more streams, by tiles
+for name in ("write", "write unmixed", "both unmixed"):  # more streams, by tiles
+    compare(name, draw(name, 5, 140, (3,), True, torch.float32), 3e-6)
 whole, names = mix._of_lanes, mix._walk_backward.kernel.fn.__globals__
 names["_of_lanes"] = lambda product, *sizes: 0.9 * whole.fn(product, *sizes)  # an error is found
 try:

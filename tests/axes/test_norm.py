@@ -57,18 +57,18 @@ MODEL = """
 import torch
 from unittest.mock import patch
 from axes.models import Architecture, LanguageModel
-from axes.models.language_model import Trunk
+from axes.models import language_model
 from axes.kernels.rows import norm
 calls = []
 add = norm.add_norm
 norm.add_norm = lambda *a: calls.append(1) or add(*a)
 torch.manual_seed(0)
-model = LanguageModel(Architecture("softmax-attention", "residual", layers=2, width=16, heads=1, vocabulary=11))
+model = LanguageModel(Architecture("softmax-attention", DEPTH, layers=2, width=16, heads=1, vocabulary=11))
 windows = torch.randint(11, (2, 6))
 made = model.loss(windows)
 got = torch.autograd.grad(made, list(model.parameters()))
 assert len(calls) == 5
-with patch.object(Trunk, "no_norms_by_kernel", lambda *_: "asked not to"):
+with patch.object(language_model, "no_norm_by_kernel", lambda *_: "asked not to"):
     wanted = model.loss(windows)
     grads = torch.autograd.grad(wanted, list(model.parameters()))
 assert len(calls) == 5
@@ -78,8 +78,9 @@ for a, b in zip(got, grads):
 """
 
 
-def test_a_model_is_the_same_by_either() -> None:
-    interpret(MODEL)
+@pytest.mark.parametrize("depth", ["residual", "mhc"])
+def test_a_model_is_the_same_by_either(depth: str) -> None:
+    interpret(f"DEPTH = {depth!r}" + MODEL)
 
 
 def model(depth: str = "residual", dtype: torch.dtype = torch.float32, **more: Any) -> LanguageModel:
@@ -114,7 +115,7 @@ STREAMS = """
 import torch
 from unittest.mock import patch
 from axes.models import Architecture, LanguageModel
-from axes.models.language_model import Trunk
+from axes.models import language_model
 from axes.kernels.rows import norm
 seen = []
 add = norm.add_norm
@@ -124,15 +125,19 @@ def watched(h, y, w, eps, dtype):
     return after, x
 norm.add_norm = watched
 half, full = torch.bfloat16, torch.float32
-size = Architecture("softmax-attention", "residual", layers=2, width=16, heads=1, vocabulary=11)
+size = Architecture("softmax-attention", DEPTH, layers=2, width=16, heads=1, vocabulary=11)
 torch.manual_seed(0)
 model = LanguageModel(size, stream_dtype=half)
+for p in model.parameters():  # a projection of zeros gives its factors no gradient
+    if not p.any():
+        torch.nn.init.normal_(p, std=0.02)
 windows = torch.randint(11, (2, 6))
 with torch.autocast("cpu", half):
     made = model.loss(windows)
     got = torch.autograd.grad(made, list(model.parameters()))
-    assert seen == [(half, None, full, half, half)] + 4 * [(half, half, full, half, half)], seen
-    with patch.object(Trunk, "no_norms_by_kernel", lambda *_: "asked not to"):
+    added = half if DEPTH == "residual" else None  # what is beside the stream that a norm reads
+    assert seen == [(half, None, full, half, half)] + 4 * [(half, added, full, half, half)], seen
+    with patch.object(language_model, "no_norm_by_kernel", lambda *_: "asked not to"):
         wanted = model.loss(windows)
         grads = torch.autograd.grad(wanted, list(model.parameters()))
 assert len(seen) == 5
@@ -149,9 +154,10 @@ for a, b, c in zip(got, grads, exacts):
 """
 
 
-def test_streams_of_16_bits_beside_norms_in_float32() -> None:
+@pytest.mark.parametrize("depth", ["residual", "mhc"])
+def test_streams_of_16_bits_beside_norms_in_float32(depth: str) -> None:
     """Kernel and torch agree as well with float64 as one another."""
-    interpret(STREAMS)
+    interpret(f"DEPTH = {depth!r}" + STREAMS)
 
 
 @pytest.mark.parametrize("depth", ["residual", "mhc", "post-norm"])
@@ -164,8 +170,9 @@ def test_streams_have_the_dtype_that_was_asked_for(depth: str) -> None:
     assert seen and set(seen) == {torch.bfloat16}
 
 
-def test_a_model_launches_one_kernel_for_an_addition_and_the_norm_behind_it() -> None:
-    made, x = model(), torch.zeros(1, 4, dtype=torch.int64)
+@pytest.mark.parametrize("depth", ["residual", "mhc"])
+def test_a_model_launches_one_kernel_for_a_norm_and_an_addition_before_it(depth: str) -> None:
+    made, x = model(depth), torch.zeros(1, 4, dtype=torch.int64)
     with no_launches() as launches:
         made.loss(x).backward()
         assert launches.count("_add_norm") == launches.count("_add_norm_backward") == 3

@@ -28,6 +28,7 @@ from axes.kernels.diagonal_delta import chain as diagonal_delta
 from axes.kernels.products import outer
 from axes.kernels.entries import modes
 from axes.kernels.scalar import chain as scalar, mass
+from axes.kernels.streams import mix
 
 torch.manual_seed(0)
 CU = torch.tensor([0, 1, 20])
@@ -155,6 +156,11 @@ check(*given(transport, transport.transport, q, k, v, -k / 16, k, gate.double(),
 check(*given(turn, turn.turn, q, k, torch.rand(20, 8), name="_turned"))
 angle = torch.rand(*q.shape[:-1], q.shape[-1] // 2)
 check(*given(turn, turn.turn_rows, q, angle, angle.cos(), angle.sin(), -1.0, torch.float32, name="_turned_rows"))
+""",
+    "streams": """
+x, y, w = torch.randn(5, 3, 8), torch.randn(5, 8), torch.rand(5, 3)
+check(*given(mix, mix.mix_write, x, y, w, name="_writes"))  # whose gradient of x is the one that it is given
+check(*given(mix, mix.mix_write, x, y, w, torch.rand(5, 3, 3), name="_writes"))
 """,
     "outer": """
 u, k, w = torch.randn(2, 20, 5), torch.randn(2, 20, 7), torch.rand(2, 20)

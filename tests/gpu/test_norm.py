@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from axes.kernels.rows.norm import add_norm
-from axes.models import Architecture, LanguageModel
-from axes.models.language_model import Trunk
+from axes.models import Architecture, LanguageModel, language_model
 
 F, B = torch.float32, torch.bfloat16
 CLOSE = {F: 2e-6, B: 8e-3}
@@ -45,16 +44,17 @@ def test_equals_float64_and_repeats_its_bits(
         assert (got - want).norm() <= 2 * CLOSE[B if B in (stream, out) else F] * want.norm()
 
 
+@pytest.mark.parametrize("depth", ["residual", "mhc"])
 @pytest.mark.parametrize("dtype", ["autocast", "bfloat16"])
-def test_a_model_is_the_same_by_torch(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_the_same_by_torch(dtype: str, depth: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     own = F if dtype == "autocast" else B
-    model = LanguageModel(Architecture(layers=2, width=256, heads=2, depth="residual"), device="cuda", dtype=own)
+    model = LanguageModel(Architecture(layers=2, width=256, heads=2, depth=depth), device="cuda", dtype=own)
     windows = torch.randint(256, (2, 129), device="cuda")
     found = []
     for by_torch in (False, True):
         if by_torch:
-            monkeypatch.setattr(Trunk, "no_norms_by_kernel", lambda *_: "asked not to")
+            monkeypatch.setattr(language_model, "no_norm_by_kernel", lambda *_: "asked not to")
         with torch.autocast("cuda", B, enabled=dtype == "autocast"):
             loss = model.loss(windows)
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])

@@ -35,7 +35,8 @@ class Differentiable:
     forward(*tensors, *options, record) -> (*outputs, kept). kept is a list of what the backward reads beside the
         inputs, empty unless `record` says that a backward may follow. A call returns the outputs.
     backward(*tensors, *options, kept, *grads) -> a list: gradients of the first `gradients` tensors, anything where one
-        is None. grads are contiguous; one that did not come is zero, or with `missing` None.
+        is None. grads are contiguous; one that did not come is zero, or with `missing` None. One of them may be a
+        gradient as it is: an operator, whose results are in memory of their own, copies it.
     shapes(*tensors, *options, record): what forward returns, unfilled. A gradient is like its tensor, contiguous.
     twice: backward is made of torch's operators and may itself be differentiated; otherwise a second derivative raises.
     reads: so many of the first outputs are read by the backward, in front of what is kept.
@@ -68,7 +69,12 @@ class Differentiable:
         self.operator.register_fake(shapes)
         self.reverse: Callable[..., Any] = given
         if not twice:
-            self.reverse = operator = torch.library.custom_op(f"axes::{name}_backward", given, mutates_args=())
+
+            @wraps(backward)
+            def apart(*inputs: Any) -> list[Tensor]:
+                return [grad.clone() if any(grad is x for x in inputs) else grad for grad in given(*inputs)]
+
+            self.reverse = operator = torch.library.custom_op(f"axes::{name}_backward", apart, mutates_args=())
             operator.register_fake(lambda *inputs: [x.new_empty(x.shape) for x in inputs[:gradients] if x is not None])
         self.operator.register_autograd(
             lambda ctx, *grads: self.differentiate(ctx, self.reverse, grads[:-1]), setup_context=self.save

@@ -227,12 +227,14 @@ def _write_backward(
         for i in tl.static_range(N):
             du = _hear_one(kept, grads, x, m, v, w, r, dout, shown, dm, du, dw, dr, part, tokens, token, column, there,
                            inside, d, i, N, MIX, WRITE, READ, KEPT)  # fmt: skip
-            _back_one(grads, m, r, dout, shown, dx, token, column, there, inside, d, i, N, MIX, READ, KEPT)
+            if MIX or READ:
+                _back_one(grads, m, r, dout, shown, dx, token, column, there, inside, d, i, N, MIX, READ, KEPT)
     else:
         for i in range(N):
             du = _hear_one(kept, grads, x, m, v, w, r, dout, shown, dm, du, dw, dr, part, tokens, token, column, there,
                            inside, d, i, N, MIX, WRITE, READ, KEPT)  # fmt: skip
-            _back_one(grads, m, r, dout, shown, dx, token, column, there, inside, d, i, N, MIX, READ, KEPT)
+            if MIX or READ:
+                _back_one(grads, m, r, dout, shown, dx, token, column, there, inside, d, i, N, MIX, READ, KEPT)
     tl.store(dy + (token * d)[:, None] + column[None, :], du.to(dy.dtype.element_ty), mask=inside)
 
 
@@ -302,15 +304,16 @@ def _walk_backward(
                 made = sums[BEFORE + N + i] + _of_lanes(product, ROWS, COLUMNS, LANE)
                 more = more + (made,)  # type: ignore[assignment]
         sums = more
-        for j in tl.static_range(N):
-            if MIX:
-                back = tl.zeros([ROWS, COLUMNS], tl.float32)
-                for i in tl.static_range(N):
-                    back += mixing[i * N + j] * grads[i]
-            else:
-                back = grads[j]
-            at = ((token * N + j) * d)[:, None] + column[None, :]
-            tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
+        if MIX or READ:
+            for j in tl.static_range(N):
+                if MIX:
+                    back = tl.zeros([ROWS, COLUMNS], tl.float32)
+                    for i in tl.static_range(N):
+                        back += mixing[i * N + j] * grads[i]
+                else:
+                    back = grads[j]
+                at = ((token * N + j) * d)[:, None] + column[None, :]
+                tl.store(dx + at, back.to(dx.dtype.element_ty), mask=inside)
         tl.store(dy + (token * d)[:, None] + column[None, :], du.to(dy.dtype.element_ty), mask=inside)
     for i in tl.static_range(BEFORE):
         _tell(dm, sums[i], part, tokens, token, there, i, N * N)
@@ -424,7 +427,8 @@ def _differentiate(
     x: Tensor, m: Tensor | None, y: Tensor, w: Tensor, r: Tensor | None, dout: Tensor, dseen: Tensor | None
 ) -> list[Any]:
     tokens, n, d = x.shape
-    dx, dy, walk, constants = torch.empty_like(x), torch.empty_like(y), None, _constants(n, m, w, r)
+    dy, walk, constants = torch.empty_like(y), None, _constants(n, m, w, r)
+    dx = dout if m is None and r is None else torch.empty_like(x)  # of streams that stay as they are it is theirs
     if n <= _FEW:
         walk = _Walk.of(x)
     parts = None if walk is None else walk.parts
