@@ -82,7 +82,7 @@ class _Language:
 
     @staticmethod
     def allocate_shared_memory(dtype: Any, shape: list[Any], layout: Any, value: Any = None) -> _Tile | _Tiles:
-        return _Tile([value]) if len(shape) == 2 else _Tiles(shape[0])
+        return _Tile([value]) if len(shape) == 2 else _Tiles(getattr(shape[0], "value", shape[0]))
 
 
 gl = _Language()

@@ -73,7 +73,8 @@ from axes.kernels.substitution import response as response_module
 from axes.kernels.substitution.chain import Reads, Response, register, substitution_chain
 from axes.optim import AdamW
 from axes.routes import token
-from axes.sequence import AdamNet, LatticeDec
+from axes.routes.substitution_kernel import Made, names_of, response_of
+from axes.sequence import AdamNet, LatticeDec, YaadMatrix
 from tests.hopper import Asked, Launch, asked, hopper
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -208,6 +209,21 @@ def substitution(
         with patch.object(substitution_module, "serial_on_hopper", lambda *_: plain):
             out = substitution_chain(q, k, name, d, [v, beta], g if gates else None, reads=reads)
             both(tuple(out))
+
+    return run
+
+
+def owned(d: int) -> Callable[[], None]:
+    """Passes that own rows and what they leave to others, of a clipped step: gates, rates, thresholds by rows."""
+
+    def run() -> None:
+        q, k, v, _, _ = tokens(HALF, d, d)
+        made = response_of(YaadMatrix.update, d, d, names_of(YaadMatrix.update, {}))
+        assert isinstance(made, Made)
+        g = (-torch.rand(*v.shape)).requires_grad_()
+        given = [v, *[torch.rand(*v.shape, requires_grad=True) for _ in made.inputs[1:]]]
+        with patch.object(substitution_module, "anchored_on_hopper", lambda *_: True):
+            both(tuple(substitution_chain(q, k, made.name, d, given, g, reads="anchored"))[:3])
 
     return run
 
@@ -602,6 +618,7 @@ CASES: dict[str, Callable[[], None]] = {
     "hopper substitution 128": substitution(HALF, 128, 1, plain=True),
     "hopper substitution of rows that meet 128": substitution(HALF, 128, 1, plain=True, mixes=True),
     "substitution by rows 128": substitution(HALF, 128, 2),
+    "hopper substitution anchored by rows 128": owned(128),
     "rows 128 x 64": rows(128, 64),
     "rows average 128 x 64": rows(128, 64, average=True),
     "hopper rows 128 x 64": rows(128, 64, average=True, plain=True),

@@ -23,11 +23,13 @@ _EMPTY = {"sum": "0.0", "max": "float('-inf')"}  # what padding is to a reductio
 
 @final
 class Source(NamedTuple):
-    """Text of a response. inputs: those that it reads, in order; mixes: whether entries of a row meet."""
+    """Text of a response. inputs: those that it reads, in order; mixes: whether entries of a row meet; length: whether
+    it reads |k|^2."""
 
     text: str
     inputs: tuple[str, ...]
     mixes: bool
+    length: bool
 
 
 def source(function: Function, inputs: Mapping[str, Kind], width: int) -> Source:
@@ -72,7 +74,12 @@ def source(function: Function, inputs: Mapping[str, Kind], width: int) -> Source
         lines.append(f"    tl.store({to}, ({tile.value(GRAD + name, like)}).to(d{n}.dtype.element_ty), mask={mask})")
     lines += [f"    return {', '.join(tile.value(n, x) for n, x in ((_U, 'x'), (GRAD + _X, 'x'), (GRAD + _K2, 'k2')))}"]
     mixes = bool(program.reductions(program.needed([_U])))
-    return Source("\n".join([*lines, ""]), tuple(kinds), mixes)
+    if not mixes and set(kinds.values()) == {"row"}:
+        alone = _Text(program, list(kinds), True)
+        named = [_U, *(GRAD + n for n in (_X, *kinds))]
+        lines += ["", "@triton.jit", f"def beside(x, k2, g, {slots}):", *alone.lines(named)]
+        lines += [f"    return {', '.join(alone.value(n, 'x') for n in named)}"]
+    return Source("\n".join([*lines, ""]), tuple(kinds), mixes, _K2 in read)
 
 
 class _Text:

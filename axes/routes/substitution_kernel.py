@@ -104,7 +104,7 @@ def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...
         return NotMade(str(reason))
     if "k" in source.inputs and d_k != width:
         return NotMade("it reads the key beside the value, and they are not of one width")
-    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes))
+    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes, source.length))
     return Made(name, source.inputs)
 
 
@@ -124,7 +124,7 @@ def reading_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]
         )
     except NotTiles as reason:
         return NotMade(str(reason))
-    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes))
+    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes, source.length))
     return Made(name, source.inputs)
 
 
@@ -242,15 +242,20 @@ def log_gate(update: StateUpdate, signal: Signal, k: Tensor, shape: torch.Size) 
         return None
     gate = None if element.gate is None else element.gate.float()
     if gate is not None and gate.ndim:
-        gate = gate[..., 0]
+        gate = _alone(gate)
     if not isinstance(element.scale, float) or element.scale != 1.0:
         log = torch.as_tensor(element.scale, dtype=torch.float32, device=k.device).log()
         gate = log if gate is None else gate + log
     if element.outer is not None:
-        rows_gate = element.outer[..., 0].float()
+        rows_gate = _alone(element.outer).float()
         return (rows_gate if gate is None else rows_gate + (gate[..., None] if gate.ndim else gate)).expand(shape)
     assert gate is not None
     return gate.expand(shape[:-1])
+
+
+def _alone(gate: Tensor) -> Tensor:
+    """One of equal columns; of one column a view, whose derivative takes no pass over zeros."""
+    return gate.squeeze(-1) if gate.shape[-1] == 1 else gate[..., 0]
 
 
 def _held(

@@ -198,6 +198,52 @@ def test_serial_passes_in_gluon_equal_the_recurrence(case: str) -> None:
     interpret(f"{PROGRAM}{PACKED}{HOPPER}{WIDE[case]}\nassert launched")
 
 
+ANCHORED = r"""
+import inspect
+import linecache
+from unittest.mock import patch
+from axes.kernels.common import versions
+from axes.kernels.substitution import chain
+from tests.gluon import stand_in
+
+stand_in("axes.kernels.substitution.hopper")
+anchored = stand_in("axes.kernels.substitution.anchored")
+chain._ANCHORED, versions.hopper_refusal = (torch.float32,), lambda device: None
+chain.ANCHORED, chain.ANCHORED_BACK = (32, 3), (64, 2)  # of one part, and of two
+harsh, source, made, rooms = [], inspect.getsource, chain.made, chain._rooms
+
+def in_gluon(of, text, name):
+    def read(x):
+        return "".join(linecache.cache[x.__file__][2]) if x is anchored else source(x)
+    with patch.object(inspect, "getsource", read):
+        return made(of, text, name)
+
+def kept(*given):
+    found = rooms(*given)
+    harsh.append(found[-1][-1])
+    return found
+
+chain.made, chain._rooms = in_gluon, kept
+UPDATE = StateUpdate(Huber(Per("delta", "row")), monoid=ROWS, algorithm=Step(ROW_BETA, at=Anchor(16)))
+"""
+OWNED = {
+    "of two chunks, the last block not whole": "check(UPDATE, 58, 64, 64, 0.3)\nassert not harsh[0].any()",
+    "more keys than rows, a last chunk of one block": (
+        "check(UPDATE, 69, 128, 64, 0.3)\nassert harsh[0].numel() and not harsh[0].any()"
+    ),
+    "of more blocks than a ring holds": "check(UPDATE, 150, 64, 64, 0.3)\nassert not harsh[0].any()",
+    "of three tokens": "check(UPDATE, 3, 64, 64, 0.3)\nassert not harsh[0].any()",
+    "gates that close, which others make again": "check(UPDATE, 80, 64, 64, 8.0)\nassert harsh[0].any()",
+    "packed": "packed_one_by_one(UPDATE, [0, 17, 17, 90], 64)",
+}
+
+
+@pytest.mark.parametrize("case", OWNED)
+def test_passes_that_own_rows_equal_the_recurrence(case: str) -> None:
+    """Those of bfloat16, which the interpreter takes float32 for."""
+    interpret(f"{PROGRAM}{PACKED}{ANCHORED}{OWNED[case]}\nassert harsh[0].numel()")
+
+
 # ---- what is picked --------------------------------------------------------------------------------------------------
 
 

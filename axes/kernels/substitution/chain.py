@@ -48,6 +48,8 @@ AT_ONCE: tuple[tuple[int, int], ...] = ((0, 0), (0, 1), (1, 0), (1, 1))
 AT_ONCE_PART, AT_ONCE_WARPS = 64, 8
 SERIAL_PART = 64  # rows of a serial program on Hopper, where rows do not meet
 PART = 64  # rows of the state of a serial program, where rows do not meet
+ANCHORED, ANCHORED_BACK = (64, 3), (64, 2)  # rows of a program of `anchored`, blocks of tokens in shared memory
+TOGETHER = (64, 4, 1, 128)  # rows of a state at a time, warps, stages, columns of a program
 AGAIN = 32  # of one that makes tokens again behind what is not finite
 
 
@@ -58,6 +60,7 @@ class Response(NamedTuple):
     text: str
     rows: tuple[bool, ...]
     mixes: bool
+    length: bool = True
 
 
 _IMPORT = re.compile(r"from axes\.kernels\.substitution\.response import .*  # replaced\n")
@@ -95,6 +98,7 @@ def known_response(name: str) -> tuple[Response, ModuleType]:
 # ---- serial passes on Hopper ----------------------------------------------------------------------------------------
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
+_ANCHORED = (torch.bfloat16,)  # whose range holds what gates of a chunk divide by
 _SERIAL_WIDTHS = (64, 128)
 _NO_GLUON = ("functions.", "tl.max(")
 # Gluon adds no dimension by itself: sums over a token's entries in the text of a response.
@@ -106,6 +110,27 @@ def _serial(name: str) -> ModuleType:
     from axes.kernels.substitution import hopper
 
     return made(hopper, _SUMS.sub(r"\1[None, :]", known_response(name)[0].text), name)
+
+
+@cache
+def _anchored(name: str) -> ModuleType:
+    from axes.kernels.substitution import anchored
+
+    return made(anchored, known_response(name)[0].text, name)
+
+
+def anchored_on_hopper(k: Tensor, g: Tensor | None, width: int, name: str, reads: int, last: bool) -> bool:
+    """Whether `anchored` takes a call: gates by rows and inputs that are rows, which do not meet, sizes of its tiles
+    and a GPU."""
+    of = known_response(name)[0]
+    sizes = k.shape[-1] in _SERIAL_WIDTHS and width in _SERIAL_WIDTHS and k.dtype in _ANCHORED
+    terms = reads == 2 and _gate(g) == 2 and not last and all(of.rows) and not of.mixes and not of.length
+    return sizes and terms and versions.hopper_refusal(k.device) is None
+
+
+def _whole(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors that copies of 16 bytes may read."""
+    return [x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in tensors]
 
 
 def serial_on_hopper(
@@ -171,9 +196,19 @@ class _Sizes(NamedTuple):
         terms = dict(GATED=g is not None, KINDS=kinds, MIXES=self.response.mixes)
         return {**self.where(), **sizes, **terms}
 
+    def anchored(self, rows: int, stages: int) -> dict[str, Any]:
+        part = min(self.shape[4], rows)
+        sizes = dict(K=self.shape[3], V=self.shape[4], BV=part, W=part // 16, num_warps=part // 16)
+        return {**self.where(), **sizes, "COUNT": len(self.response.rows), "STAGES": stages}
+
     def constants(self, k: Tensor) -> dict[str, Any]:
         d_k = self.shape[3]
         return dict(K=d_k, BK=_padded(d_k), PRECISION=precision(k), num_stages=1, **self.where())
+
+
+def _split(k: Tensor, g: Tensor | None, width: int, name: str, reads: int, last: bool) -> int:
+    """Parts of a head in `anchored`, none where it does not take a call."""
+    return cdiv(width, ANCHORED[0]) if anchored_on_hopper(k, g, width, name, reads, last) else 0
 
 
 def _gate(g: Tensor | None) -> int:
@@ -182,9 +217,9 @@ def _gate(g: Tensor | None) -> int:
 
 
 def _rooms(
-    k: Tensor, cu: Tensor | None, width: int, reads: int, last: bool, full: bool, record: bool
+    k: Tensor, cu: Tensor | None, width: int, reads: int, last: bool, full: bool, record: bool, split: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """What `_forward` returns, unfilled."""
+    """What `_forward` returns, unfilled. split: parts of a head that say whether `anchored` took its gates, if any."""
     (b, t, h, d_k), c, wide = k.shape, chunk_length(k.dtype), torch.float32
     units, slots = extent(b, t, c, cu)
     o = k.new_empty(b, t, h, width, dtype=wide if full else k.dtype)
@@ -195,7 +230,7 @@ def _rooms(
         return o, final, before, ends, []
     products = k.new_empty(slots, h, c // BLOCK, 36, BLOCK, dtype=wide)
     seen, states = k.new_empty(b, t, h, width, dtype=wide), k.new_empty(slots, h, width, d_k)
-    return o, final, before, ends, [products, seen, states]
+    return o, final, before, ends, [products, seen, states, k.new_empty(units, h, split, dtype=torch.int32)]
 
 
 # ---- operator --------------------------------------------------------------------------------------------------------
@@ -207,12 +242,19 @@ def _forward(
     cu: Tensor | None, name: str, width: int, reads: int, last: bool, full: bool, record: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """o, the final state, that before the last block (anchored), what the last key of every unit reads (last); kept:
-    products of pairs, what keys read, first states of chunks."""
+    products of pairs, what keys read, first states of chunks, which heads `anchored` left to others."""
     s = _Sizes.of(k, cu, name, width)
     cut, h = s.cut, s.shape[2]
-    o, final, before, ends, (products, seen, states) = _rooms(k, cu, width, reads, last, full, True)
-    more = s.constants(k)
+    split = _split(k, g, width, name, reads, last)
+    o, final, before, ends, kept = _rooms(k, cu, width, reads, last, full, True, split)
+    products, seen, states, harsh = kept
     with on_device(k):
+        if split:
+            _anchored(name).forward[(cut.units * h * split,)](
+                *_whole(q, k, g, i0, i1, i2, i3, i4, i5, i6, i7), start, o, seen, states, final, before, harsh,
+                cut.offsets, **s.anchored(*ANCHORED), STARTED=start is not None, RECORD=record,
+            )  # fmt: skip
+        more = s.constants(k)
         s.kernels.pairs[(cut.slots * h * (cut.chunk // BLOCK),)](
             q,
             k,
@@ -220,7 +262,9 @@ def _forward(
             products,
             cut.offsets,
             cut.units_of_slots,
+            harsh,
             **more,
+            SPLIT=split,
             V=width,
             BV=_padded(width),
             GATE=_gate(g),
@@ -235,8 +279,8 @@ def _forward(
         else:
             s.kernels.forward[(cut.units * h * s.parts,)](
                 q, k, g, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, before,
-                cut.offsets, **more, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g), READS=reads,
-                RECORD=record or last, num_warps=s.warps,
+                cut.offsets, harsh, **more, SPLIT=split, V=width, BV=s.part, STARTED=start is not None, GATE=_gate(g),
+                READS=reads, RECORD=record or last, num_warps=s.warps,
             )  # fmt: skip
         if contain.PICKED:
             part = _padded(width) if s.response.mixes else AGAIN
@@ -248,11 +292,12 @@ def _forward(
     if last:
         unit = torch.arange(cut.units, device=k.device)
         ends = seen[unit, -1] if cu is None else seen[0, (cu[1:].long() - 1).clamp_min(0)]
-    return o, final, before, ends, [products, seen, states] if record or last else []
+    return o, final, before, ends, kept if record or last else []
 
 
 def _shapes(q, k, g, start, i0, i1, i2, i3, i4, i5, i6, i7, cu, name, width, reads, last, full, record):
-    return _rooms(k, cu, width, reads, last, full, record or last)
+    split = _split(k, g, width, name, reads, last)
+    return _rooms(k, cu, width, reads, last, full, record or last, split)
 
 
 def _backward(
@@ -261,7 +306,7 @@ def _backward(
     cu: Tensor | None, name: str, width: int, reads: int, last: bool, full: bool, kept: list[Tensor],
     do: Tensor, dfinal: Tensor, dbefore: Tensor, dlast: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    _, final, before, products, seen, states = kept
+    o, final, before, products, seen, states, harsh = kept
     s = _Sizes.of(k, cu, name, width)
     cut, (b, t, h, _, _) = s.cut, s.shape
     given = (i0, i1, i2, i3, i4, i5, i6, i7)
@@ -270,8 +315,22 @@ def _backward(
     dg = None if g is None else torch.empty_like(g)
     dk2 = k.new_empty(b, t, h, dtype=torch.float32)
     written, turns = (k.new_empty(b, t, h, width) for _ in range(2))
-    more, programs = s.constants(k), cut.slots * h
+    more, programs, split = s.constants(k), cut.slots * h, harsh.shape[-1]
     with on_device(k):
+        if split:
+            shown = torch.empty_like(written)
+            early, left = torch.empty_like(final, dtype=k.dtype), k.new_empty(cut.slots, h, width, dtype=torch.float32)
+            _anchored(name).reverse[(cut.units * h * cdiv(width, ANCHORED_BACK[0]),)](
+                *_whole(q, k, g, *given), *grads, seen, o, *_whole(do), states, before, final, dfinal,
+                dbefore, dg, shown, written, turns, dstates, left, early, dstart, harsh, cut.offsets,
+                **s.anchored(*ANCHORED_BACK), SPLIT=split,
+            )  # fmt: skip
+            columns = min(TOGETHER[3], more["BK"])
+            chunks.together[(programs * (more["BK"] // columns),)](
+                q, k, shown, written, turns, states, dstates, left, early, dq, dk, cut.offsets, cut.units_of_slots,
+                harsh, **{**more, "num_stages": TOGETHER[2]}, V=width, BD=columns, BV=TOGETHER[0],
+                SPLIT=split, num_warps=TOGETHER[1],
+            )  # fmt: skip
         if serial_on_hopper(k, g, (q, k, do, *given), width, name, reads):
             _serial(name).reverse[(cut.units * h * s.serial_parts,)](
                 q, k, *given, products, seen, do, dfinal, dlast, asked, dstates, dstart, cut.offsets,
@@ -280,12 +339,12 @@ def _backward(
         else:
             s.kernels.reverse[(cut.units * h * s.parts,)](
                 q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
-                cut.offsets, **more, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
+                cut.offsets, harsh, **more, SPLIT=split, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
                 num_warps=s.warps,
             )  # fmt: skip
         s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
             *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
-            **s.where(), V=width, BV=_padded(width), LAST=last, num_warps=SLOPES_WARPS,
+            harsh, **s.where(), SPLIT=split, V=width, BV=_padded(width), LAST=last, num_warps=SLOPES_WARPS,
             num_stages=1,
         )  # fmt: skip
         exact, do = k.dtype == torch.float32, do.to(k.dtype)
@@ -298,18 +357,19 @@ def _backward(
             return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
         met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
         more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")
+        more |= dict(SPLIT=split)
         s.kernels.meetings[(programs,)](
-            g, do, written, turns, met, cut.offsets, cut.units_of_slots, **more, num_warps=MEETINGS_WARPS
+            g, do, written, turns, met, cut.offsets, cut.units_of_slots, harsh, **more, num_warps=MEETINGS_WARPS
         )
         if g is not None:
             s.kernels.closings[(programs,)](
                 q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg, cut.offsets,
-                cut.units_of_slots, **more, num_warps=CLOSINGS_WARPS,
+                cut.units_of_slots, harsh, **more, num_warps=CLOSINGS_WARPS,
             )  # fmt: skip
         columns = min(COLUMNS, more["BK"])
         s.kernels.gradients[(programs * (more["BK"] // columns),)](
             q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, cut.offsets, cut.units_of_slots,
-            **more, BD=columns, num_warps=GRADIENTS_WARPS,
+            harsh, **more, BD=columns, num_warps=GRADIENTS_WARPS,
         )  # fmt: skip
     return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
 

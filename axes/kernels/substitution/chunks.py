@@ -16,7 +16,7 @@ import triton.language as tl
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import decay, floored, load_line, load_tile, slot_rows, store_tile
-from axes.kernels.substitution.passes import _load_state, _sight, _unit_end
+from axes.kernels.substitution.passes import _load_state, _sight, _unit_end, wanted
 
 
 @Kernel
@@ -121,4 +121,60 @@ def behind(
         store_tile(dk, by_writes + by_reads + own * asked + 2.0 * length * near, first, rows, d, head, H, K, C)
 
 
-__all__ = ["behind"]
+@Kernel
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def together(
+    q, k, shown, written, turns, states, dstates, kept, early, dq, dk, offsets, units, harsh, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of a chunk of an anchored response, of do, u and w as gates have left them at the chunk's end or will
+    (`anchored.reverse`), BD columns of them in a program: products and nothing else."""
+    PARTS: tl.constexpr = BK // BD
+    part = tl.program_id(0) % PARTS
+    pid = (tl.program_id(0) // PARTS).to(tl.int64)
+    head = pid % H
+    slot = pid // H
+    unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
+    rows = (end - first).to(tl.int32)
+    if (rows > 0) & (not wanted(harsh, unit, head, H, SPLIT)):
+        d = part * BD + tl.arange(0, BD)
+        i = tl.arange(0, C)
+        late, soon = i[:, None], i[None, :]
+        kind = written.dtype.element_ty
+        grad_q = tl.zeros([C, BD], dtype=tl.float32)
+        grad_k = tl.zeros([C, BD], dtype=tl.float32)
+        outs = tl.zeros([C, C], dtype=tl.float32)
+        reads = tl.zeros([C, C], dtype=tl.float32)
+        ends = end == _unit_end(offsets, unit, T, PACKED)
+        for at in range(0, V, BV):
+            v = at + tl.arange(0, BV)
+            show = load_tile(shown, first, rows, v, head, H, V, C)
+            u = load_tile(written, first, rows, v, head, H, V, C)
+            w = load_tile(turns, first, rows, v, head, H, V, C)
+            outs = tl.dot(show, tl.trans(u), outs, input_precision=PRECISION)
+            reads = tl.dot(w, tl.trans(u), reads, input_precision=PRECISION)
+            left = tl.load(kept + (slot * H + head) * V + v, mask=v < V, other=0.0)
+            state = _load_state(states, slot * H + head, v, d, V, K)
+            state = (state.to(tl.float32) * left[:, None]).to(kind)
+            grad_q = tl.dot(show, state, grad_q, input_precision=PRECISION)
+            grad_k = tl.dot(w, state, grad_k, input_precision=PRECISION)
+            dstate = _load_state(dstates, slot * H + head, v, d, V, K)
+            grad_k = tl.dot(u, dstate, grad_k, input_precision=PRECISION)
+            if ends:
+                u = tl.where(late < (rows - 1) // 16 * 16, u, tl.zeros_like(u))
+                asks = _load_state(early, unit * H + head, v, d, V, K)
+                grad_k = tl.dot(u, asks, grad_k, input_precision=PRECISION)
+        keys = load_tile(k, first, rows, d, head, H, K, C)
+        queries = load_tile(q, first, rows, d, head, H, K, C)
+        outs = tl.where(late >= soon, outs, 0.0)
+        reads = tl.where(late // 16 > soon // 16, reads, 0.0)
+        by_out = outs.to(kind)
+        grad_q = tl.dot(by_out, keys, grad_q, input_precision=PRECISION)
+        grad_k = tl.dot(tl.trans(by_out), queries, grad_k, input_precision=PRECISION)
+        grad_k = tl.dot((reads + tl.trans(reads)).to(kind), keys, grad_k, input_precision=PRECISION)
+        store_tile(dq, grad_q, first, rows, d, head, H, K, C)
+        store_tile(dk, grad_k, first, rows, d, head, H, K, C)
+
+
+__all__ = ["behind", "together"]

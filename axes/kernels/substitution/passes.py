@@ -51,6 +51,19 @@ def _unit_end(offsets, unit, T, PACKED: tl.constexpr):
 
 
 @triton.jit
+def wanted(harsh, unit, head, H, SPLIT: tl.constexpr):
+    """Whether a head is one that faster passes could not make: all are, where there were none (SPLIT 0)."""
+    if SPLIT == 0:
+        made = True
+    else:
+        found = tl.load(harsh + (unit * H + head) * SPLIT)
+        for i in tl.static_range(1, SPLIT):
+            found += tl.load(harsh + (unit * H + head) * SPLIT + i)
+        made = found > 0
+    return made
+
+
+@triton.jit
 def _load_state(ptr, index, v, d, V: tl.constexpr, K: tl.constexpr):
     inside = (v < V)[:, None] & (d < K)[None, :]
     return tl.load(ptr + index * (V * K) + v[:, None] * K + d[None, :], mask=inside, other=0.0)
@@ -193,9 +206,9 @@ def _back_one_by_one(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def pairs(
-    q, k, g, out, offsets, units, T, N, H,
+    q, k, g, out, offsets, units, harsh, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What stands between the tokens of every block, (slots, H, C / 16, 36, 16): k_t . k_s and q_t . k_s, t the later
     one, in both halves, with what a gate of the state leaves of s at t; then what it leaves of the first state after t
@@ -208,7 +221,7 @@ def pairs(
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     first += block * 16
     rows = tl.minimum(end - first, 16)
-    if rows > 0:
+    if (rows > 0) & wanted(harsh, unit, head, H, SPLIT):
         d = tl.arange(0, BK)
         keys = load_tile(k, first, rows, d, head, H, K, 16)
         queries = load_tile(q, first, rows, d, head, H, K, 16)
@@ -245,9 +258,9 @@ def pairs(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def forward(
-    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, start, o, seen, states, final, before, offsets, T, N, H,
+    q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, start, o, seen, states, final, before, offsets, harsh, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr,
+    SPLIT: tl.constexpr, STARTED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, RECORD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o, the final state, what keys read, the first state of every chunk (RECORD) and of the last block (anchored)."""
@@ -256,6 +269,9 @@ def forward(
     v = (pid % PARTS).to(tl.int32) * BV + tl.arange(0, BV)
     head = pid // PARTS % H
     unit = pid // PARTS // H
+    if SPLIT > 0:  # noqa: SIM102 (a constant around a test)
+        if not wanted(harsh, unit, head, H, SPLIT):
+            return
     row = v[:, None]
     inside = row < V
     d = tl.arange(0, BK)
@@ -428,9 +444,9 @@ def again(
 @triton.jit(do_not_specialize=_SIZES)
 def reverse(
     q, k, g, p0, p1, p2, p3, p4, p5, p6, p7, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
-    offsets, T, N, H,
+    offsets, harsh, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr,
+    SPLIT: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g_t, what every u is asked for, and derivatives in the last state of every chunk and in the first of all."""
@@ -439,6 +455,9 @@ def reverse(
     v = (pid % PARTS).to(tl.int32) * BV + tl.arange(0, BV)
     head = pid // PARTS % H
     unit = pid // PARTS // H
+    if SPLIT > 0:  # noqa: SIM102 (a constant around a test)
+        if not wanted(harsh, unit, head, H, SPLIT):
+            return
     row = v[:, None]
     inside = row < V
     d = tl.arange(0, BK)
@@ -582,8 +601,9 @@ def reverse(
 @triton.jit(do_not_specialize=_SIZES)
 def slopes(
     p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, products, seen, asked, dlast, written, turns, dk2,
-    offsets, units, T, N, H,
-    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, LAST: tl.constexpr,
+    offsets, units, harsh, T, N, H,
+    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """u, w and the derivatives in inputs of every block of tokens."""
     pid = tl.program_id(0).to(tl.int64)
@@ -594,7 +614,7 @@ def slopes(
     stop = _unit_end(offsets, unit, T, PACKED)
     first += block * 16
     rows = tl.minimum(end - first, 16)
-    if rows > 0:
+    if (rows > 0) & wanted(harsh, unit, head, H, SPLIT):
         v = tl.arange(0, BV)
         token = tl.arange(0, 16)
         there = token < rows
@@ -667,9 +687,9 @@ def _rows_of_gates(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def meetings(
-    g, do, written, turns, out, offsets, units, T, N, H,
+    g, do, written, turns, out, offsets, units, harsh, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    SPLIT: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """C_ts and W_ts + W_st of a chunk, (slots, H, 2, C, C). SUMS: how logs are added."""
     pid = tl.program_id(0).to(tl.int64)
@@ -677,7 +697,7 @@ def meetings(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if rows > 0:
+    if (rows > 0) & wanted(harsh, unit, head, H, SPLIT):
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
         if READS == 2:
@@ -758,9 +778,9 @@ def _sight(line, run, C: tl.constexpr, READS: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES)
 def closings(
     q, k, g, do, written, turns, seen, asked, states, dstates, final, before, dbefore, dg,
-    offsets, units, T, N, H,
+    offsets, units, harsh, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    SPLIT: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Derivatives in the gates of a chunk."""
     pid = tl.program_id(0).to(tl.int64)
@@ -768,7 +788,7 @@ def closings(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if rows > 0:
+    if (rows > 0) & wanted(harsh, unit, head, H, SPLIT):
         d = tl.arange(0, BK)
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
@@ -842,9 +862,10 @@ def closings(
 @Kernel
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
-    q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, T, N, H,
+    q, k, g, do, written, turns, states, dstates, dbefore, met, dk2, dq, dk, offsets, units, harsh, T, N, H,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    PACKED: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr,
+    PACKED: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """dq and dk of a chunk, BD columns of them in a program."""
     PARTS: tl.constexpr = BK // BD
@@ -854,7 +875,7 @@ def gradients(
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
-    if rows > 0:
+    if (rows > 0) & wanted(harsh, unit, head, H, SPLIT):
         d = part * BD + tl.arange(0, BD)
         i = tl.arange(0, C)
         kind = written.dtype.element_ty

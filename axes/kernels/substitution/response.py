@@ -44,6 +44,13 @@ def pull(
     return u, -i1 * g, k2 * 0.0
 
 
+@triton.jit
+def beside(x, k2, g, i0, i1, i2, i3, i4, i5, i6, i7):
+    """(u, derivatives in x and in every input), entry by entry: where inputs are rows that do not meet, as i1 would
+    have to be."""
+    return i1 * (i0 - x), -i1 * g, i1 * g, g * (i0 - x)
+
+
 # ---- of any response -------------------------------------------------------------------------------------------------
 
 
