@@ -88,6 +88,8 @@ def entries_chain(
         key, kept = k[:, t, :, None], log.exp()
         strength = torch.ones_like(v) if beta is None else beta
         c = (times if tied else strength)[:, t, ..., None]
+        if erase == "new":  # an implicit step shrinks by the whole key
+            c = c / (1 + c * key.square().sum(-1, keepdim=True))
         seen = {"none": torch.zeros_like(state), "prev": state}.get(erase, kept * state)
         state = kept * state + c * key * (v[:, t, ..., None] - key * seen)
         outs.append((state * q[:, t, :, None]).sum(-1)[:, None])

@@ -61,6 +61,7 @@ from axes.kernels.scalar import chain as scalar_module
 from axes.kernels.scalar import hopper_write
 from axes.kernels.scalar.chain import scalar_chain
 from axes.kernels.scalar.mass import mass_chain
+from axes.kernels.scalar.mean import mean_chain
 from axes.kernels.step import block_step, chain_step
 from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.follow import write_look
@@ -123,6 +124,15 @@ def scalar(dtype: torch.dtype, d: int, plain: bool = False, **options: object) -
         fits = patch.object(hopper_write, "fits", lambda *_: plain)
         with patch.object(scalar_module, "_plain", lambda *_: plain), fits:
             both(scalar_chain(q, k, v, beta, g, **options))  # type: ignore[arg-type]
+
+    return run
+
+
+def read_over_mass(d: int) -> Callable[[], None]:
+    def run() -> None:
+        q, k, v, beta, g = tokens(HALF, d, d)
+        start, norm = torch.randn(2, 2, d, d), torch.rand(2, 2, d, requires_grad=True)
+        both(mean_chain(q, k, v, beta, g, start, norm, 1.0))
 
     return run
 
@@ -593,6 +603,8 @@ CASES: dict[str, Callable[[], None]] = {
     "delta 64 float32": scalar(FULL, 64, rule="delta"),
     "delta segments": scalar(HALF, 128, rule="delta", segments=2),
     "hopper write 128": scalar(HALF, 128, plain=True, rule="write"),
+    "hopper mean 128": read_over_mass(128),
+    "hopper mean 64": read_over_mass(64),
     "hopper write 64": scalar(HALF, 64, plain=True, rule="write"),
     "write 128": scalar(HALF, 128, rule="write"),
     "mass 128": mass(128),
@@ -638,6 +650,7 @@ CASES: dict[str, Callable[[], None]] = {
     "entries of rows": entries(1, gate=True, beta=True),
     "entries 16": entries(16, times=True, spectrum=True),
     "entries erased 16": entries(16, "gated", beta=True),
+    "entries implicit 16": entries(16, "new", beta=True, gate=True),
     "gru 128": cells("gru", 128),
     "gru 64": cells("gru", 64),
     "slstm 128": cells("slstm", 128),

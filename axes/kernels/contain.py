@@ -17,7 +17,7 @@ from torch import Tensor
 
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.sizes import cdiv, power_of_2
-from axes.kernels.common.tiles import unit_rows
+from axes.kernels.common.tiles import reciprocal, unit_rows
 from axes.kernels.step import _vector, follow, follow_two
 
 PICKED = True
@@ -52,11 +52,11 @@ def mend(o, out, at, inside):
 @Kernel
 @triton.jit(do_not_specialize=("T",))
 def _again(
-    q, k, v, beta, g, a, b, bonus, start, o, final, offsets, T,
+    q, k, v, beta, g, a, b, bonus, mass, start, o, final, offsets, T,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, LOOK: tl.constexpr, PACKED: tl.constexpr, STARTED: tl.constexpr,
     RULE: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr, STRENGTH: tl.constexpr, OTHER: tl.constexpr,
-    BONUS: tl.constexpr, SLOTS: tl.constexpr, EVERY: tl.constexpr,
+    BONUS: tl.constexpr, SLOTS: tl.constexpr, EVERY: tl.constexpr, MEAN: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One unit, head and block of the columns of o. Two SLOTS of a state have blocks g, strengths b, and a erases."""
     PARTS: tl.constexpr = (V + BV - 1) // BV
@@ -98,6 +98,8 @@ def _again(
                 out = tl.sum(before * query[None, :], 1) + _vector(v, token, HV * V, head, e, V) * tl.sum(own, 0)
             else:
                 out = tl.sum(state * query[None, :], 1)
+            if MEAN:  # a mass is of its token and those before it alone
+                out *= reciprocal(tl.load(mass + token * HV + head), FLOOR)
             kept = (e < V) & (t >= bad * C)  # of several tokens with one output the last
             tl.store(o + (token // EVERY * HV + head) * V + e, out.to(o.dtype.element_ty), mask=kept)
         tl.store(final + at, state, mask=inside)
@@ -115,6 +117,7 @@ def contain(
     o: Tensor, final: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None,
     start: Tensor | None, offsets: Tensor | None, chunk: int, rule: str, a: Tensor | None = None,
     b: Tensor | None = None, early: bool = False, *, by_rows: bool = False, bonus: Tensor | None = None,
+    mass: Tensor | None = None, floor: float = 0.0,
 ) -> None:  # fmt: skip
     """Make o and the last states again where a chunk kernel with this length of chunks lost them; contiguous tensors.
 
@@ -122,11 +125,14 @@ def contain(
     (B, T, HV, V), start and final (U, HV, V, K); offsets (U + 1,) of packed sequences. rule "write", "delta", "dplr",
     `a` and `early` as in `step.chain_step`, or "two", whose b (B, T, HV) are strengths of writes; bonus (HV, K): o is
     of the states before their tokens, and so much of each token. Of q and o there may be the last of several tokens
-    alone.
+    alone. mass (B, T, HV): outputs are over it, held from below in size by a floor above 0.
     """
     wide = "row" if by_rows else "channel"
     gate = "none" if g is None else "head" if g.ndim == 3 else wide
-    _walk(o, final, q, k, v, beta, g, a, b, bonus, start, offsets, chunk, RULE=rule, GATE=gate, EARLY=early)
+    _walk(
+        o, final, q, k, v, beta, g, a, b, bonus, mass, start, offsets, chunk,
+        RULE=rule, GATE=gate, EARLY=early, FLOOR=floor,
+    )  # fmt: skip
 
 
 def contain_two(
@@ -135,23 +141,26 @@ def contain_two(
 ) -> None:  # fmt: skip
     """`contain` of two slots: block (B, T, HV, 2, 2), write and erase (B, T, HV, 2), start and final
     (U, HV, V, 2, K)."""
-    _walk(o, final, q, k, v, None, block, erase, write, None, start, offsets, chunk, 2, RULE="", GATE="", EARLY=False)
+    _walk(
+        o, final, q, k, v, None, block, erase, write, None, None, start, offsets, chunk, 2,
+        RULE="", GATE="", EARLY=False, FLOOR=0.0,
+    )  # fmt: skip
 
 
 def _walk(
     o: Tensor, final: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor | None, a: Tensor | None,
-    b: Tensor | None, bonus: Tensor | None, start: Tensor | None, offsets: Tensor | None, chunk: int, slots: int = 1,
-    **options: Any,
+    b: Tensor | None, bonus: Tensor | None, mass: Tensor | None, start: Tensor | None, offsets: Tensor | None,
+    chunk: int, slots: int = 1, **options: Any,
 ) -> None:  # fmt: skip
     (batch, length, h, d_k), (hv, d_v) = k.shape, v.shape[2:]
     units = batch if offsets is None else offsets.shape[0] - 1
     sizes = settings(d_k, d_v, slots)
     _again[(units * hv * cdiv(d_v, sizes["BV"]),)](
-        q, k, v, *(v if x is None else x for x in (beta, g, a, b, bonus, start)), o, final,
+        q, k, v, *(v if x is None else x for x in (beta, g, a, b, bonus, mass, start)), o, final,
         v if offsets is None else offsets, length,
         HV=hv, GROUP=hv // h, K=d_k, V=d_v, C=chunk, LOOK=_LOOK, PACKED=offsets is not None,
         STARTED=start is not None, STRENGTH=beta is not None, OTHER=a is not None, BONUS=bonus is not None,
-        SLOTS=slots, EVERY=max(1, length // max(1, q.shape[1])), **options, **sizes,
+        MEAN=mass is not None, SLOTS=slots, EVERY=max(1, length // max(1, q.shape[1])), **options, **sizes,
     )  # fmt: skip
 
 

@@ -260,9 +260,9 @@ def run_turning(
 class Kernels(NamedTuple):
     """Who computes the families: chunks of a sequence, or one token.
 
-    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mass: what
-    makes a mass by itself, or None; then columns, of ones, by which scalar reads it. two: whether scalar takes
-    strengths of writes and erases.
+    turns: whether it turns the state by angles that `turn` gives; else keys and queries are, in its frame. mean: what
+    reads over a mass, or None; then mass: what makes a mass by itself, or None; then columns, of ones, by which scalar
+    reads it. two: whether scalar takes strengths of writes and erases.
     """
 
     scalar: Callable[..., tuple[Tensor, Tensor]]
@@ -272,6 +272,7 @@ class Kernels(NamedTuple):
     turns: bool = False
     rows: Callable[..., tuple[Tensor, Tensor]] | None = None
     mass: Callable[[], Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None] = lambda: None
+    mean: Callable[[Tensor, Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]] | None] = lambda q, v: None
     columns: Callable[[Tensor, Tensor], int] = lambda q, v: 1
     two: Callable[[Tensor, Tensor], bool] = lambda q, v: False
 
@@ -309,6 +310,11 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return partial(mass_chain, cu_seqlens=cu_seqlens)
 
+    def mean(q: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        from axes.kernels.scalar.mean import fits, mean_chain
+
+        return mean_chain if fits(q, v, cu_seqlens) else None
+
     def columns(q: Tensor, v: Tensor) -> int:
         from axes.kernels.scalar.chain import columns_of_ones
 
@@ -319,7 +325,7 @@ def _chunked(cu_seqlens: Tensor | None) -> Kernels:
 
         return takes_two(q, v, cu_seqlens)
 
-    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, columns=columns, two=two)
+    return Kernels(scalar, diagonal, block, entries, rows=rows, mass=mass, mean=mean, columns=columns, two=two)
 
 
 def one_token(in_place: bool) -> Kernels:
@@ -399,6 +405,14 @@ def _scalar(
         return out, _after(state, t.v, (final,))
     from axes.kernels.rows.mass import over_mass
 
+    over = kernels.mean(q, t.v) if rule == "write" else None
+    if over is not None:
+        first = state.norm[0].squeeze(-2)
+        out, final, norm = over(q, write, t.v, strength, gate, _start(state), first, update.parts().step.floor)
+        norm = norm.unsqueeze(-2)
+        if end is not None:
+            final, norm = (rotate(x, end[..., None, :]) for x in (final, norm))
+        return out, _after(state, t.v, (final,), (norm,))
     scan = kernels.mass() if rule == "write" else None
     if scan is not None:
         mass, norm, q, write = scan(q, write, t.v, strength, gate, state.norm[0].squeeze(-2))
@@ -502,10 +516,6 @@ def _entries(
         beta = torch.as_tensor(rate[..., None] if each else rate, device=t.v.device)  # type: ignore[index]
         beta = (beta if beta.is_floating_point() else beta.float()).expand(shape)
     erase = p.step.at if erases(update) else "none"
-    if erase == "new":  # an implicit step shrinks by the whole key
-        length = every_head(update, {"k": t.k, "v": t.v})["k"].float().square().sum(-1, keepdim=True)  # type: ignore[union-attr]
-        beta = torch.ones_like(t.v, dtype=torch.float32) if beta is None else beta.float()
-        erase, beta = "gated", beta / (1.0 + beta * length)
     q, start = t.q, _start(state)
     if alone:
         assert kernels.rows is not None

@@ -88,6 +88,15 @@ check(6, 3, 5, {FULL}, ("beta", "start", "gate"), erase="prev", b=1)
 check(6, 2, 5, {FULL}, ("beta", "start", "gate"), erase="gated", b=1)
 check(3, 2, 5, {FULL}, ("beta",), erase="gated", b=1, h=2)
 """,
+    "implicit": f"""
+check(6, 3, 5, {FULL}, ("beta", "start", "gate"), erase="new", b=1)
+check(5, 16, 19, {FULL}, ("beta", "start"), erase="new", b=1, hv=1)
+check(3, 2, 5, {FULL}, ("gate",), erase="new", b=1)
+check(4, 2, 5, {FULL}, ("times", "spectrum"), tied=True, erase="new", b=1)
+check(3, 17, 3, {FULL}, ("beta", "start"), erase="new", b=1, hv=1)
+check(3, 1, 9, {FULL}, ("beta", "start"), erase="new", b=1)
+check(5, 6, 5, torch.bfloat16, 8e-3, ("beta",), erase="new", b=1)
+""",
     "packed": f"""
 cuts = torch.tensor([0, 0, 1, 10, 13])
 check(13, 2, 5, {FULL}, ("times", "spectrum", "start"), units=4, tied=True, cu_seqlens=cuts)
@@ -159,7 +168,7 @@ def arguments() -> dict[str, torch.Tensor | None]:
         ({"spectrum": torch.zeros(2, 3, 4, 5, 7)}, r"\(2, 3, 4, 5, 8\)"),
         ({"spectrum": None}, "times multiply a spectrum"),
         ({"tied": True}, "give times and no beta"),
-        ({"erase": "new"}, "none, prev, gated"),
+        ({"erase": "old"}, "none, prev, gated, new"),
         ({"q": torch.zeros(2, 3, 2, 300), "k": torch.zeros(2, 3, 2, 300)}, "K from 1 to 256"),
         ({"initial_state": torch.zeros(1, 4, 5, 8)}, "initial_state"),
     ),

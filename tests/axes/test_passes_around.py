@@ -63,7 +63,8 @@ def test_a_page_says_what_is_moved(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(versions, "refusal", lambda device: None)
     monkeypatch.setattr("axes.kernels.common.layout.interpreted", lambda: True)  # fake tensors are on no device
     monkeypatch.setattr(formulas, "_PLAIN", (*formulas._PLAIN, FakeTensor))
-    monkeypatch.setattr("axes.kernels.scalar.hopper.hopper_refusal", lambda device: None)
+    for kernels in ("hopper", "hopper_write"):
+        monkeypatch.setattr(f"axes.kernels.scalar.{kernels}.hopper_refusal", lambda device: None)
     (rule,) = find((name,))
     run = rule.ours("triton")
     with FakeTensorMode(allow_non_fake_inputs=True):

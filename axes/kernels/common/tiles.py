@@ -118,6 +118,22 @@ def complement(log):
 
 
 @triton.jit
+def divisor(mass, FLOOR: tl.constexpr):
+    """A mass, or max(|mass|, floor), one where it is zero, and where that is."""
+    c = mass
+    if FLOOR > 0:
+        c = tl.maximum(tl.abs(mass), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(c == 0, 1.0, c), c == 0
+
+
+@triton.jit
+def reciprocal(mass, FLOOR: tl.constexpr):
+    """1 / `divisor`, zero where nothing was written."""
+    c, empty = divisor(mass, FLOOR)
+    return tl.where(empty, 0.0, 1.0 / c)
+
+
+@triton.jit
 def apart(strength):
     """A strength held away from zero, by which others are divided: 2^-24, less than float32 rounding of what it scales.
     A NaN stays one."""

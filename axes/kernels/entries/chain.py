@@ -1,7 +1,8 @@
 """Chains of entries in Triton: S_t = A_t * S_{t-1} + c_t (v_t - [erase] k_t * S') k_t^T entry by entry, o_t = S_t q_t.
 
     log A_t = g_t (a row's own) + dt_t a   (a row's step times a spectrum that all tokens share, or one a token)
-    c_t = b_t, or dt_t, or 1; S' = S_{t-1} ("prev") or A_t * S_{t-1} ("gated")
+    c_t = b_t, or dt_t, or 1; S' = S_{t-1} ("prev") or A_t * S_{t-1} ("gated"); "new", an implicit step, is "gated" with
+    c_t / (1 + c_t |k_t|^2)
 and backwards, from do and D = dS_t, with e = v - [erase] k S':
     D += do q^T     dc = D k e     dv = sum_k D c k     dk = sum_r D c (e - [erase] k S')
     dlog A = D' A S_{t-1}, D' = D, or D - [erase] c k^2 D behind a gate     dS_{t-1} = A D', or A D - [prev] c k^2 D
@@ -32,7 +33,7 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv
 from axes.kernels.entries import kernels, tiles
 
-Erase = Literal["none", "prev", "gated"]
+Erase = Literal["none", "prev", "gated", "new"]
 _CHUNK, _ROWS = 16, 32  # tokens and rows that a program holds: one warp, a row a thread
 
 
@@ -44,7 +45,7 @@ def _constants(
     k: Tensor, gate: Any, times: Any, spectrum: Any, beta: Any, erase: str, tied: bool, cu: Any
 ) -> dict[str, Any]:
     return dict(
-        K=k.shape[-1], ERASE=erase, GATED=gate is not None, TIMES=times is not None,
+        K=k.shape[-1], ERASE="gated" if erase == "new" else erase, GATED=gate is not None, TIMES=times is not None,
         SPECTRUM=spectrum is not None, VARIES=spectrum is not None and spectrum.ndim == 5, STRONG=beta is not None,
         TIED=tied, PACKED=cu is not None, num_warps=1,
     )  # fmt: skip
@@ -85,7 +86,7 @@ def _forward(
     options = _options(k)
     cut, sizes, programs = _sizes(v, k, cu_seqlens, options)
     kernel = tiles.forward if _tile(k) else kernels.forward
-    ahead = {} if _tile(k) else {"AHEAD": d_k == 1}
+    other = {"IMPLICIT": erase == "new"} if _tile(k) else {"AHEAD": d_k == 1}
     o = torch.empty_like(v)
     shape = (cut.units, hv, d_k, d_v)
     state = v.new_zeros(shape, dtype=torch.float32) if start is None else start.clone()
@@ -93,7 +94,7 @@ def _forward(
     with on_device(v):
         kernel[(programs,)](
             q, k, v, *(v if x is None else x for x in (gate, times, spectrum, beta)), state, saved, o,
-            v if cut.offsets is None else cut.offsets, *sizes, SAVE=record, **ahead, **options,
+            v if cut.offsets is None else cut.offsets, *sizes, SAVE=record, **other, **options,
             **_constants(k, gate, times, spectrum, beta, erase, tied, cu_seqlens),
         )  # fmt: skip
     return o, state, [saved] if record else []
@@ -118,6 +119,7 @@ def _backward(
     options = _options(k)
     cut, sizes, programs = _sizes(v, k, cu_seqlens, options)
     kernel = tiles.backward if _tile(k) else kernels.backward
+    other = {"IMPLICIT": erase == "new"} if _tile(k) else {}
     blocks = sizes[-1]
     carry = dfinal.clone()
     dv, dgate, dtimes, dbeta = (None if x is None else torch.empty_like(x) for x in (v, gate, times, beta))
@@ -131,7 +133,7 @@ def _backward(
         kernel[(programs,)](
             q, k, v, *(v if x is None else x for x in (gate, times, spectrum, beta)), kept[0], do, carry, dq, dk,
             *(v if x is None else x for x in (dv, dgate, dtimes, dspectrum, dbeta)),
-            v if cut.offsets is None else cut.offsets, *sizes, KEYS=keys, **options,
+            v if cut.offsets is None else cut.offsets, *sizes, KEYS=keys, **other, **options,
             **_constants(k, gate, times, spectrum, beta, erase, tied, cu_seqlens),
         )  # fmt: skip
     if keys:
@@ -183,6 +185,11 @@ def entries_chain(
         raise ShapeError(f"{who}: erase is one of {', '.join(get_args(Erase))}, not {erase!r}")
     if q.numel() == 0 or v.numel() == 0:
         return nothing_read(v, (units, hv, d_v, d_k), initial_state)
+    if erase == "new" and not _tile(k):  # whose kernel meets one entry of a key after another
+        length = k.float().square().sum(-1, keepdim=True).repeat_interleave(hv // k.shape[2], 2)
+        by = times if tied else beta
+        by = torch.ones_like(v, dtype=torch.float32) if by is None else by.float()
+        erase, tied, beta = "gated", False, by / (1.0 + by * length)
     keys = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     spectrum = None if spectrum is None else spectrum.float().mT
     start = None if initial_state is None else initial_state.float().mT

@@ -80,6 +80,27 @@ def _put_state(ptr, state, n, r, K, V, NL: tl.constexpr, RL: tl.constexpr, NT: t
 
 
 @triton.jit
+def _length(keys, first, IMPLICIT: tl.constexpr, NT: tl.constexpr):
+    """|k|^2 of a token whose entries begin at `first`."""
+    length = 0.0
+    if IMPLICIT:
+        squares = keys[first] * keys[first]
+        for j in tl.static_range(1, NT):
+            squares += keys[first + j] * keys[first + j]
+        length = tl.sum(squares, 0, keep_dims=True)
+    return length
+
+
+@triton.jit
+def _shrunk(strength, length, IMPLICIT: tl.constexpr):
+    """The strength of an implicit step, which shrinks by the whole key."""
+    c = strength
+    if IMPLICIT:
+        c = strength / (1.0 + strength * length)
+    return c
+
+
+@triton.jit
 def _put_rows(ptr, x, token, there, H, head, r, V, M: tl.constexpr):
     """Write a token's rows, summed over the entries that other threads hold; M: how far behind r."""
     whole = tl.sum(x, 0, keep_dims=True).to(ptr.dtype.element_ty)
@@ -93,7 +114,7 @@ def forward(
     K: tl.constexpr, RL: tl.constexpr, RT: tl.constexpr, NL: tl.constexpr, NT: tl.constexpr,
     C: tl.constexpr, ERASE: tl.constexpr,
     GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr, VARIES: tl.constexpr,
-    STRONG: tl.constexpr, TIED: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr,
+    STRONG: tl.constexpr, TIED: tl.constexpr, IMPLICIT: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """o, and the last state in the place of the first, `state` (units, HV, K, V); with SAVE those before chunks."""
     program = tl.program_id(0)
@@ -128,9 +149,11 @@ def forward(
         for i in tl.static_range(C):
             token = first + i
             inside = (token >= start) & (token < end)
+            length = _length(k_, i * NT, IMPLICIT, NT)
             moved = ()
             for m in tl.static_range(RT):
                 out = tl.zeros([NL, RL], dtype=tl.float32)
+                c = _shrunk(_strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED), length, IMPLICIT)
                 for j in tl.static_range(NT):
                     log = 0.0
                     if SPECTRUM and VARIES:
@@ -142,7 +165,6 @@ def forward(
                         if not TIMES:
                             log = tl.where(inside, log, 0.0)
                     kept = _kept(g_[i * RT + m], t_[i * RT + m], log, GATED, TIMES, SPECTRUM)
-                    c = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
                     x = _moved(s[m * NT + j], kept, c, k_[i * NT + j], v_[i * RT + m], ERASE)
                     out += q_[i * NT + j] * x
                     moved = moved + (x,)  # type: ignore[assignment]
@@ -159,7 +181,7 @@ def backward(
     K: tl.constexpr, RL: tl.constexpr, RT: tl.constexpr, NL: tl.constexpr, NT: tl.constexpr,
     C: tl.constexpr, ERASE: tl.constexpr,
     GATED: tl.constexpr, TIMES: tl.constexpr, SPECTRUM: tl.constexpr, VARIES: tl.constexpr,
-    STRONG: tl.constexpr, TIED: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
+    STRONG: tl.constexpr, TIED: tl.constexpr, IMPLICIT: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Gradients. carry (units, HV, K, V): of the last state, and at the end of the first; dq and dk (tokens, HV,
     BLOCKS, K): a block's part; dspectrum (units, HV, K, V), or that of every token where it varies."""
@@ -199,9 +221,12 @@ def backward(
         keys = _entries(k, asked, end, H, source, n, K, C, NL, NT)
         queries = _entries(q, asked, end, H, source, n, K, C, NL, NT)
         held = _state(saved + ((base + chunk) * HV + head) * K * V, n, r, K, V, NL, RL, NT, RT)
-        factors, logs = (), ()
+        factors, logs, strengths = (), (), ()
         for i in tl.static_range(C):
+            length = _length(k_, i * NT, IMPLICIT, NT)
             for m in tl.static_range(RT):
+                c = _shrunk(_strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED), length, IMPLICIT)
+                strengths = strengths + (c,)  # type: ignore[assignment]
                 for j in tl.static_range(NT):
                     log = 0.0
                     if SPECTRUM and VARIES:
@@ -213,7 +238,6 @@ def backward(
                         if not TIMES:
                             log = tl.where(first + i < end, log, 0.0)
                     kept = _kept(g_[i * RT + m], t_[i * RT + m], log, GATED, TIMES, SPECTRUM)
-                    c = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
                     s = states[(i * RT + m) * NT + j]  # type: ignore[var-annotated]  # an empty tuple's, to mypy
                     states = states + (_moved(s, kept, c, k_[i * NT + j], v_[i * RT + m], ERASE),)  # type: ignore[assignment]
                     logs = logs + (log,)  # type: ignore[assignment]
@@ -226,7 +250,7 @@ def backward(
                 heard = tl.zeros([NL, RL], dtype=tl.float32)
                 to_gate, to_times, to_strength = heard, heard, heard
                 of_q, of_k = (), ()
-                c = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
+                c = strengths[i * RT + m]
                 value, dout = v_[i * RT + m], do_[i * RT + m]
                 for j in tl.static_range(NT):
                     key, s = k_[i * NT + j], states[(i * RT + m) * NT + j]
@@ -235,7 +259,7 @@ def backward(
                     error = _error(s, kept, key, value, ERASE)
                     hear = x * key
                     heard += hear
-                    if ERASE != "none" and (STRONG or TIED):
+                    if ERASE != "none" and (STRONG or TIED or IMPLICIT):
                         to_strength += hear * error
                     if KEYS:
                         of_q = of_q + (to_q[j] + dout * states[((i + 1) * RT + m) * NT + j],)  # type: ignore[assignment]
@@ -267,6 +291,16 @@ def backward(
                             if not TIMES:
                                 by_log = tl.where(token < end, by_log, 0.0)
                             summed = summed + (by_spectrum[m * NT + j] + by_log,)  # type: ignore[assignment]
+                if IMPLICIT:  # c = b / (1 + b |k|^2): of dc what b and the key hear
+                    whole = tl.sum(to_strength, 0, keep_dims=True)
+                    if KEYS:
+                        through = ()
+                        for j in tl.static_range(NT):
+                            through = through + (of_k[j] - 2.0 * k_[i * NT + j] * (c * c * whole),)  # type: ignore[assignment]
+                        of_k = through
+                    b = _strength(b_[i * RT + m], t_[i * RT + m], STRONG, TIED)
+                    share = 1.0 / (1.0 + b * _length(k_, i * NT, IMPLICIT, NT))
+                    to_strength *= share * share
                 if KEYS:
                     to_q, to_k = of_q, of_k
                 _put_rows(dv, c * heard, token, token < end, HV, head, r, V, m * RL)

@@ -16,18 +16,10 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.layout import LARGEST, on_device
 from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
+from axes.kernels.common.tiles import divisor
 from axes.kernels.rows.places import entries, of_program
 
 _NUMBERS = 4096  # of a program
-
-
-@triton.jit
-def _divisor(mass, FLOOR: tl.constexpr):
-    """c, one where it is zero, and where that is."""
-    c = mass
-    if FLOOR > 0:
-        c = tl.maximum(tl.abs(mass), FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(c == 0, 1.0, c), c == 0
 
 
 @Kernel
@@ -35,7 +27,7 @@ def _divisor(mass, FLOOR: tl.constexpr):
 def _over_mass(y, mass, o, N, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, FLOOR: tl.constexpr):
     row = of_program(BR)
     held, at, there = entries(row, N, D, DP)
-    c, empty = _divisor(tl.load(mass + row, mask=held, other=1.0).to(tl.float32), FLOOR)
+    c, empty = divisor(tl.load(mass + row, mask=held, other=1.0).to(tl.float32), FLOOR)
     read = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
     tl.store(o + at, tl.where(empty[:, None], 0.0, read / c[:, None]).to(o.dtype.element_ty), mask=there)
 
@@ -48,7 +40,7 @@ def _over_mass_backward(
     row = of_program(BR)
     held, at, there = entries(row, N, D, DP)
     m = tl.load(mass + row, mask=held, other=1.0).to(tl.float32)
-    c, empty = _divisor(m, FLOOR)
+    c, empty = divisor(m, FLOOR)
     d = tl.load(do + at, mask=there, other=0.0).to(tl.float32) / c[:, None]
     d = tl.where(empty[:, None], 0.0, d)
     tl.store(dy + at, d.to(dy.dtype.element_ty), mask=there)
