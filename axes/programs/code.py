@@ -21,9 +21,12 @@ ON_TILES = {
     "expm1": "functions.expm1({0})", "tanh": "functions.tanh({0})", "pow": "functions.power({0}, {1})",
     "sigmoid": "tl.sigmoid({0})", "not": "{0} == 0",
 }  # fmt: skip
+LEAST = 2.0**-126
 FUNCTIONS = "from axes.kernels.token import functions"  # what text of them imports
 
 
 def constant(x: float) -> str:
-    """A number as text."""
+    """A number as text: none that float32 has, but for its least normal one, would be float64 and all that meets it."""
+    if 0.0 < abs(x) < LEAST:
+        x = LEAST if x > 0.0 else -LEAST
     return repr(float(x)) if abs(x) != float("inf") and x == x else f"float('{x}')"

@@ -59,7 +59,7 @@ def _on(walk: Walk, language: Language, device: torch.device) -> tuple[Walk, Wal
     """What a device walks forward and back."""
     from axes.kernels.common import versions
 
-    if language == "c" or walk.hopper is None or versions.hopper_refusal(device) is not None:
+    if language == "c" or versions.hopper_refusal(device) is not None or walk.hopper is None:
         return walk, walk
     return walk.hopper
 
@@ -207,7 +207,7 @@ def _backward(
     ]
     alone = [walk.alone(e) for e in (*walk.inputs.values(), *walk.moving.values())]
     made = [
-        x.new_empty(x.shape) if one else x.new_empty(walk.parts, *x.shape, dtype=wide)
+        x.new_empty(x.shape) if one else x.new_empty(walk.parts, *x.shape)
         for x, one in zip(inputs, alone, strict=False)
     ]
     tails = [(units, heads, *_tail(walk, e)) for e in walk.moving.values()]

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, final
 
 from axes.programs.code import FUNCTIONS, ON_TILES, constant
-from axes.programs.tiles import GRAD, Axis, Extent, Program, Value
+from axes.programs.tiles import GRAD, NEXT, Axis, Extent, Program, Value
 
 Language = Literal["triton", "c"]  # of the kernels' texts: `c_text` writes the other
 _LINES = ("[:, None]", "[None, :]")
@@ -37,7 +37,7 @@ _GLUON_HEADER = (
 )
 
 # what a processor has a unit for, of vectors and tiles
-_BY_UNIT = {n: f"functions.{n}({{0}})" for n in ("reciprocal", "rsqrt", "exp")}
+_BY_UNIT = {n: f"functions.{n}({{0}})" for n in ("reciprocal", "rsqrt", "sqrt", "exp")}
 
 # vectors of four numbers, turned from every other row to the next, so that lanes whose rows are apart meet in no bank
 _TURNED = "tl.SwizzledSharedLayout(4, 2, 8, [1, 0])"
@@ -62,8 +62,8 @@ class Walk:
     vectors are loaded a token ahead, 2 if its states are too. across: the axis that lies across warps, where sums are
     dearer; grouped: sums that can be made together are. threads: how a tile lies over them, where the compiler is told
     (Gluon). inner: tokens of a chunk whose states are there at once on the way back, in shared memory where threads
-    are given; 0 for all of a chunk. early: tokens ahead of which vectors are loaded. hopper: what these GPUs walk
-    instead, forward and back.
+    are given; 0 for all of a chunk. early: tokens ahead of which vectors are loaded. told: of a walk, what
+    Hopper GPUs walk instead.
     """
 
     step: Program
@@ -83,7 +83,12 @@ class Walk:
     threads: Threads | None = None
     inner: int = 0
     early: int = 1
-    hopper: tuple[Walk, Walk] | None = None
+    told: Callable[[Walk], tuple[Walk, Walk] | None] | None = None
+
+    @cached_property
+    def hopper(self) -> tuple[Walk, Walk] | None:
+        """What these GPUs walk instead, forward and back: found when it is asked for, which takes a second or two."""
+        return None if self.told is None else self.told(self)
 
     @property
     def span(self) -> int:
@@ -118,9 +123,14 @@ class Walk:
     def kept(self) -> list[int]:
         """The sums of a step that the way back reads."""
         program = self.step
-        made = program.reductions(program.needed([OUT, *self.states]))
+        made = program.reductions(program.needed([OUT, *self.states, *(f"{NEXT}{i}" for i in self.carried)]))
         read = {*program.needed(self.remade, made), *program.needed(self.grads, made)}
         return [i for i in made if i in read]
+
+    @cached_property
+    def carried(self) -> list[int]:
+        """Sums of states that a token finds for the one behind it."""
+        return [int(n.removeprefix(NEXT)) for n in self.step.outputs if n.startswith(NEXT)]
 
     @cached_property
     def changing(self) -> list[str]:
@@ -444,6 +454,8 @@ def _forward(text: _Text) -> None:
     walk, program = text.walk, text.walk.step
     for n, extent in walk.states.items():
         text(f"{n} = {text.load(f'first_{n} + own * {walk.size(extent)}', extent)}")
+    carried = {i: f"carried_{i}" for i in walk.carried}
+    wanted = [OUT, *walk.states, *(f"{NEXT}{i}" for i in carried)]
     read: Loads = {f"i_{n}": (f"p_{n} + here", f"{n}_t", e) for n, e in walk.inputs.items()}
     _bring(text, read, lambda j: f"tl.maximum(tl.minimum({j}, count - 1), 0)" if j else "0")
     text("for c in range(0, chunks):")
@@ -453,12 +465,16 @@ def _forward(text: _Text) -> None:
     for n, extent in walk.read.items():
         text.store(f"states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}", extent, n, once=True, own=True)
     text.depth -= 1
+    held = _given(program, {n: n for n in walk.states})
+    for i, name in carried.items():  # sums anew at every chunk, so that roundings do not add up
+        made = text.operations(program, [*(x for x in program.operations[i].inputs if isinstance(x, int)), i], held)
+        text(f"{name} = {made[i]}")
     text(f"for t in range(c * {walk.chunk}, tl.minimum((c + 1) * {walk.chunk}, count)):")
     text.depth += 1
     _brought(text, read, f"tl.minimum(t + {walk.early}, count - 1)")
     _refreshed(text)
     names = _given(program, {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}})
-    names = text.operations(program, program.needed([OUT, *walk.states]), names)
+    names = text.operations(program, program.needed(wanted, carried), names | carried)
     text("at = (token + t) * heads + head")
     rows = (True, False)
     text.store(f"out + at * {walk.widths[0]}", rows, text.output(program, names, OUT, rows))
@@ -470,6 +486,8 @@ def _forward(text: _Text) -> None:
     text("pass")
     text.depth -= 1
     _move(text, names, walk.changing)
+    for i, name in carried.items():
+        text(f"{name} = {names[program.outputs[f'{NEXT}{i}']]}")  # type: ignore[index]
     text.depth -= 2
     for n, extent in walk.states.items():
         text.store(f"last_{n} + own * {walk.size(extent)}", extent, n, once=True)

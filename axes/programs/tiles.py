@@ -31,6 +31,7 @@ Value = int | float  # the number of an operation, or a constant
 Extent = tuple[bool, bool]  # whether a value has an entry for every row, and for every key
 FULL: Extent = (True, True)
 GRAD = "d "  # prefix of what is a derivative, in the names of inputs and outputs
+NEXT = "next "  # and of what a sum of states is at the token behind, with the number of its operation
 STAGE, BACK = "stage ", "back "  # prefixes of operations: a stage of a tile and numbers; of a stage and a derivative
 NEWTON_SCHULZ = f"{STAGE}newton_schulz"
 LARGEST = 600  # operations of a program: what a compiler makes of more is not looked at
@@ -209,6 +210,8 @@ class Program:
             return self.add("mul", term[0], self.add("neg", term[1]))
         if name == "pow" and isinstance(x[1], float):
             return self._power(x[0], x[1])
+        if name == "gt" and isinstance(x[1], float) and x[1] == 0.0 and self._positive(x[0]):
+            return 1.0
         if name == "where":
             if isinstance(x[0], float):
                 return x[1] if x[0] else x[2]
@@ -216,6 +219,23 @@ class Program:
                 return x[1]
             return self._chosen(*x)
         return None
+
+    def _positive(self, x: Value, zero: bool = False) -> bool:
+        """Whether a value is a number above zero whatever it is made of (zero: or zero)."""
+        if isinstance(x, float):
+            return x > 0.0 or zero and x == 0.0
+        op = self.operations[x]
+        if op.name == "sqrt":
+            return self._positive(op.inputs[0], zero)
+        if op.name == "add":
+            a, b = op.inputs
+            return self._positive(a) and self._positive(b, True) or self._positive(a, True) and self._positive(b)
+        if op.name != "where":
+            return False
+        test, a, b = op.inputs
+        tested = self.operations[test] if isinstance(test, int) else None
+        above = tested is not None and tested.name == "gt" and tested.inputs[0] == a and _not_below(tested.inputs[1])
+        return (above or self._positive(a, zero)) and self._positive(b, zero)
 
     def _regrouped(self, tile: Value, small: Value) -> Value | None:
         """(t s) x as t (s x), where that is one product of tiles for two."""
@@ -333,6 +353,10 @@ class Program:
 
 _COMMUTES = frozenset({"mul", "add", "maximum", "minimum", "eq", "ne", "and", "or"})
 _TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"})
+
+
+def _not_below(x: Value) -> bool:
+    return isinstance(x, float) and x >= 0.0
 
 
 def _wide(x: float) -> Tensor:

@@ -9,7 +9,6 @@ cannot be followed says why.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -329,8 +328,9 @@ def _walk(update: StateUpdate, widths: tuple[int, int], steady: bool, language: 
         raise NotTiles("it multiplies matrices, which loops of C do on a CPU")
     rows, keys, warps, chunk = _sizes(step, refresh, states, widths)
     across: Axis = "k" if keys >= _FEW else "v"
-    found = Walk(step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across)
-    return replace(found, hopper=on_hopper(found))
+    return Walk(
+        step, refresh, every, inputs, states, still, widths, rows, keys, chunk, warps, across=across, told=on_hopper
+    )
 
 
 def _sizes(

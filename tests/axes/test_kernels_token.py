@@ -26,6 +26,7 @@ from axes.core.monoids import Scalar
 from axes.core.rates import Per
 from axes.core.state_update import StateUpdate
 from axes.kernels.common import versions
+from axes.programs.forms import _Rewriting
 from axes.programs.tile_text import Threads
 from axes.routes import dispatch, token
 
@@ -88,6 +89,10 @@ def check(update, batch, length, heads, d_v, d_k, count=0, half=False, **change)
     both(update, signal, pytree.tree_unflatten(leaves, form), dispatch.run, 2e-2 if half else 2e-5)
     token.walk = walks
 
+def in_forms(update, d_v, d_k):  # everything that may be a form is one
+    walk = token.walk(update, d_v, d_k)
+    return _Rewriting(walk.step, walk.widths, frozenset(range(len(walk.step.operations)))).run()
+
 KEPT = {}
 THREADS = Threads((4, 8), (1, 1))  # the interpreter has none
 """
@@ -107,6 +112,12 @@ CASES = {
     "rows across warps, in spans": (
         'check(sequence.LatticeDec.update, 1, 9, 2, 8, 6, chunk=6, inner=4, threads=THREADS, across="k")'
     ),
+    "forms, and a sum that is carried": """
+update = sequence.LatticeOSR.update
+step = in_forms(update, 6, 7)
+assert any(n.startswith("next ") for n in step.outputs)
+check(update, 2, 9, 1, 6, 7, chunk=4, step=step)
+""",
     "columns that meet": "check(sequence.LatticeDec.update, 2, 9, 1, 6, 7, chunk=4)",
     "bfloat16": "check(sequence.LatticeOSR.update, 1, 6, 2, 8, 4, half=True, chunk=4)",
     "a user's": "check(OWN, 1, 7, 1, 5, 4, chunk=4)",

@@ -42,7 +42,7 @@ def test_every_entry_has_a_thread_and_a_span_fits(name: str) -> None:
         lanes, warps = told.threads
         assert lanes[0] * lanes[1] == 32 and warps[0] * warps[1] == told.warps
         assert told.rows % (lanes[0] * warps[0]) == 0 and told.keys % (lanes[1] * warps[1]) == 0
-        assert told.chunk == plain.chunk and told.chunk % told.span == 0 and told.kept == plain.kept
+        assert told.chunk == plain.chunk and told.chunk % told.span == 0 and told.kept == plain.hopper[0].kept
         tiles = sum(told.places(n) for n in told.read if told.near(n, gluon=True))
         assert 0 < tiles * told.rows * told.keys * 4 * told.parts <= SHARED  # programs of a head share a processor
         assert "allocate_shared_memory" in source(told, gluon=True) and "gluon" not in source(told)

@@ -124,7 +124,7 @@ def test_every_form_of_the_kernels(change: dict[str, Any], monkeypatch: pytest.M
 
     def changed(*given: Any) -> Any:
         if given not in kept:
-            kept[given] = dataclasses.replace(usual(*given), hopper=None, **change)
+            kept[given] = dataclasses.replace(usual(*given), told=None, **change)
         return kept[given]
 
     monkeypatch.setattr(token, "walk", changed)

@@ -49,7 +49,7 @@ AT_ONCE_PART, AT_ONCE_WARPS = 64, 8
 SERIAL_PART = 64  # rows of a serial program on Hopper, where rows do not meet
 PART = 64  # rows of the state of a serial program, where rows do not meet
 ANCHORED, ANCHORED_BACK = (64, 3), (64, 2)  # rows of a program of `anchored`, blocks of tokens in shared memory
-TOGETHER = (64, 4, 1, 128)  # rows of a state at a time, warps, stages, columns of a program
+TOGETHER = (32, 4, 3, 128)  # rows of a state at a time, warps, stages, columns of a program
 AGAIN = 32  # of one that makes tokens again behind what is not finite
 
 

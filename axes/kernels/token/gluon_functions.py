@@ -48,5 +48,10 @@ def rsqrt(x):
 
 
 @gluon.jit
+def sqrt(x):
+    return _unit(x, "sqrt")
+
+
+@gluon.jit
 def exp(x):
     return _unit(x * 1.4426950408889634, "ex2")
