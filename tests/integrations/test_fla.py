@@ -370,3 +370,28 @@ def test_flas_naive_references_and_signatures() -> None:
         for x, y in zip(got, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     assert not any(hasattr(getattr(theirs, entry.name, None), "axes_entry") for entry in fla.ENTRIES)
+
+
+def test_a_call_like_one_before_follows_its_line() -> None:
+    """Where kernels run the host's time is a model's: the third call launches what the first did, and asks for less."""
+    from axes.kernels.common.repeated import _known
+    from tests.host import no_launches
+
+    entry = next(e for e in fla.ENTRIES if e.name == "chunk_gated_delta_rule")
+    q, k, v = (torch.randn(1, 70, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    given = dict(q=q, k=k, v=v, beta=torch.rand(1, 70, 2), g=-torch.rand(1, 70, 2), use_qk_l2norm_in_kernel=True)
+    given |= dict(initial_state=torch.randn(1, 2, 64, 64), output_final_state=True)
+    found = []
+    with no_launches() as launches:
+        for _ in range(3):
+            launches.clear()
+            out, state = fla._compute(entry, given, None)
+            (out.float().sum() + state.sum()).backward()
+            found.append((launches.copy(), out.shape, state.shape, state.dtype))
+            assert all(x.grad is not None for x in (q, k, v))
+        for _ in range(3):
+            with pytest.raises(fla._Cannot, match="allow_neg_eigval is given without"):
+                fla._compute(entry, given | dict(allow_neg_eigval=True), None)
+        out, state = fla._compute(entry, given | dict(output_final_state=False), None)
+    assert found[0] == found[1] == found[2] and found[0][0] and state is None
+    assert any(line.ready for line in _known[fla._LINES].lines.values())
