@@ -248,7 +248,7 @@ def _compute(entry: Entry, a: dict[str, Any], implementation: dispatch.Implement
 
 
 def _computed(_: nn.Module, *given: Any) -> Any:
-    *tensors, entry, implementation, _named, names, others = given
+    *tensors, entry, implementation, _named, names, others = given  # as `_compute` has them
     a = {**dict(zip(names, tensors, strict=True)), **dict(others)}
     update, signal, alone = entry.means(a)
     q, k, v, cu = a["q"], a["k"], a["v"], a.get("cu_seqlens")
@@ -258,7 +258,7 @@ def _computed(_: nn.Module, *given: Any) -> Any:
     if a.get("use_qk_l2norm_in_kernel"):
         q, k = _unit(q), _unit(k).to(v.dtype)
     signal = {"q": (q * scale).to(v.dtype), "k": k, "v": v, **signal}
-    given, first = a.get("initial_state"), bool(a.get("state_v_first"))
+    start, first = a.get("initial_state"), bool(a.get("state_v_first"))
     sequences = v.shape[0] if cu is None else cu.shape[0] - 1
     if entry.copy and v.device.type == "cpu" and implementation is None and cu is None and not _has_fla():
         raise _Cannot("on a CPU it is faster than ours, which an implementation by name asks for")
@@ -267,7 +267,7 @@ def _computed(_: nn.Module, *given: Any) -> Any:
         choice = dispatch.select(update, v.device, v.dtype, shapes, None, 1)
         if choice.implementation != "triton":
             raise _Cannot(f"no kernel of ours takes it: {choice.reason}")
-    state = _state(update, k, v, sequences, given if given is None or first else given.mT)
+    state = _state(update, k, v, sequences, start if start is None or first else start.mT)
     if cu is not None:
         out, after = dispatch.run_packed(update, signal, state, cu, implementation=implementation)
     elif v.shape[1] == 1:
