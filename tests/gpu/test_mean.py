@@ -69,7 +69,8 @@ def test_it_equals_the_recurrence_no_worse_than_a_mass_apart(case) -> None:
     found, other = results(mean_chain, given, hears, floor), results(apart, given, hears, floor)
     for name, w in want.items():
         error, theirs = ((x[name].double() - w).norm() / w.norm() for x in (found, other))
-        assert error < BOUNDS[v.dtype] and error < 1.2 * theirs + 3e-4, (name, error, theirs)
+        bound = BOUNDS[v.dtype]  # an eighth of it is what operands in another order leave of a sum that cancels
+        assert error < bound and error < 1.5 * theirs + bound / 8, (name, error, theirs)
 
 
 def test_a_full_chip_repeats() -> None:

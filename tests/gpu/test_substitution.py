@@ -103,18 +103,17 @@ def check(
     b, h = signal["k"].shape[0], signal["k"].shape[2]
     start = 0.1 * torch.randn(b, h, d_v, d_k, device="cuda")
     got = results(update, signal, start, None, "triton")
-    want = results(update, signal, start, torch.float64, "torch")
+    read, want = dict(got), results(update, signal, start, torch.float64, "torch")
     with Rounded(dtype):
         near = results(update, signal, start, torch.float32, "torch")
     # terms of a gate's gradient cancel where gates close, and u and w are kept in this dtype between passes
     free = {n: FREE[dtype] * (2 if n.endswith("decay") else 1) for n in want}
     if "delta" in signal:
         kinks = at_thresholds(update, signal, start)
-        for n in ("dv", "ddelta"):
-            got[n] = torch.where(kinks, want[n].to(got[n].dtype), got[n])
-            near[n] = torch.where(kinks, want[n].to(near[n].dtype), near[n])
-    bars = {n: max(1.5 * distance(near[n].to(got[n].dtype), w), free[n]) for n, w in want.items()}
-    wrong = apart(got, want, bars, case)
+        for shown in (read, near):
+            shown |= {n: torch.where(kinks, want[n].to(shown[n].dtype), shown[n]) for n in ("dv", "ddelta")}
+    bars = {n: max(1.5 * distance(near[n].to(read[n].dtype), w), free[n]) for n, w in want.items()}
+    wrong = apart(read, want, bars, case)
     return wrong + (twice(update, signal, start, got, case) if again else [])
 
 
