@@ -24,6 +24,7 @@ from axes.routes import kernel_terms as terms
 from axes.routes.choice import Choice
 from axes.routes.select import select
 from tests import chains
+from tests.drawn import drawn
 
 if sys.platform == "linux":  # it would keep stand-ins of what it imports, the step of `axes.kernels.contain` too
     import axes.kernels.substitution.chain  # noqa: F401
@@ -462,7 +463,7 @@ def test_a_layer_is_compiled_once() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ("gated-delta-net", "mamba2", "gla"))
+@pytest.mark.parametrize("name", drawn(("gla", "gated-delta-net", "mamba2"), 3))
 def test_a_layer_is_one_graph_to_a_compiler(name: str) -> None:
     torch.compiler.reset()
     model = catalogue.get(name, axis="sequence").cls(16, heads=2)

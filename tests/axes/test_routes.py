@@ -41,6 +41,7 @@ from axes.routes import attention, cascade, dispatch, gram, solves
 from axes.routes.dispatch import Choice, NoImplementation, implementation, routes, run, select
 from axes.sequence import AdamNet, Moneta, SequenceLayer, ShampooNet, Titans
 from axes.testing import checks, examples, strategies
+from tests.drawn import drawn
 
 FAST = {
     **CHAINS, **EARLY, **TURNED, **SEVERAL, **ATTENTION, **PASSES, **LEVELS, **GRAM, **CASCADES, **SOLVES,
@@ -238,10 +239,10 @@ def test_products_of_rotations_and_gates_are_attention() -> None:
 # ---- dispatch ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
+@pytest.mark.parametrize("part", drawn(range(6), 6))
 def test_select_is_pure(part: int) -> None:
-    """A third of the tuples: a first choice on a GPU follows a token's step, which takes most of a second."""
-    for update in (*KEYED.values(), *DATA.values())[part::3]:
+    """A sixth of the tuples: a first choice on a GPU follows a token's step, which takes most of a second."""
+    for update in (*KEYED.values(), *DATA.values())[part::6]:
         before = repr(update)
         choices = {select(update, "cpu", torch.float64), select(update, torch.device("cuda"), torch.bfloat16)}
         assert {c.route for c in choices} - {"token"} <= {select(update).route} and repr(update) == before

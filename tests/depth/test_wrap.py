@@ -45,6 +45,7 @@ from axes.depth.wired import NotResidual
 from axes.depth.wiring import wiring
 from axes.depth.wrap import MixedBlock
 from axes.errors import AxesError, IllegalUpdate, ShapeError, WrongType
+from tests.drawn import drawn
 from tests.processes import joined, run
 
 D, V = 16, 31
@@ -316,7 +317,7 @@ def test_autocast() -> None:
         assert all(torch.isfinite(g).all() for g in gradients(stirred(m)).values())
 
 
-@pytest.mark.parametrize("block", [GPT2, Parallel], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("block", drawn([Parallel, GPT2], 2), ids=lambda b: b.__name__)
 def test_compiles_without_graph_breaks(block: Callable[[], nn.Module]) -> None:
     torch._dynamo.reset()
     m = stirred(wrap(model(block), MHC, streams=3))

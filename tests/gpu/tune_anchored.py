@@ -20,13 +20,14 @@ from axes.kernels.substitution import chain
 from axes.routes import dispatch
 from tests.gpu import test_substitution as hard
 
+BACK: dict[str, Any] = {"ANCHORED_RECORDS": True}
 SIZES: tuple[dict[str, Any], ...] = (
-    {},
-    {"TOGETHER": (64, 4, 2, 128)},
-    {"TOGETHER": (32, 4, 3, 128)},
-    {"TOGETHER": (64, 4, 1, 64)},
-    {"TOGETHER": (64, 4, 2, 64), "ANCHORED": (64, 2)},
-    {"TOGETHER": (32, 4, 3, 64), "ANCHORED_BACK": (32, 4)},
+    BACK,
+    BACK | {"TOGETHER": (64, 4, 2, 128)},
+    BACK | {"TOGETHER": (32, 4, 3, 128)},
+    BACK | {"TOGETHER": (64, 4, 1, 64)},
+    BACK | {"TOGETHER": (64, 4, 2, 64), "ANCHORED": (64, 2)},
+    BACK | {"TOGETHER": (32, 4, 3, 64), "ANCHORED_BACK": (32, 4)},
     {"anchored_on_hopper": lambda *_: False},
 )
 NAME = "yaad"
