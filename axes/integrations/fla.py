@@ -48,6 +48,7 @@ from axes.sequence import (
 
 _GATED = StateUpdate(Alignment(), monoid=Scalar("decay"))
 _LIST = "list"
+_WIDEST = 8192  # of a row that a norm's program holds
 
 
 class PassedOn(UserWarning):
@@ -224,9 +225,15 @@ def _bound(entry: Entry, signature: inspect.Signature, args: tuple[Any, ...], kw
     return given
 
 
-def _unit(x: Tensor) -> Tensor:
+def _unit(x: Tensor, by: float, dtype: torch.dtype, kernels: bool) -> Tensor:
+    """by x (|x|^2 + 1e-6)^(-1/2) of rows, rounded once: by a kernel an RMS norm, whose mean is |x|^2 / d."""
+    d = x.shape[-1]
+    if kernels and 0 < d <= _WIDEST:
+        from axes.kernels.rows.norm import add_norm  # triton is imported by the first call that needs it
+
+        return add_norm(x, None, torch.full((d,), by * d**-0.5, device=x.device), 1e-6 / d, dtype)[1]
     wide = _wide(x)
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6) * by).to(dtype)
 
 
 _LINES = nn.Module()  # of calls that look alike: they have no parameters
@@ -241,14 +248,15 @@ def _compute(entry: Entry, a: dict[str, Any], implementation: dispatch.Implement
     others = tuple((n, x) for n, x in a.items() if n not in tensors)
     given, v = tuple(tensors.values()), a["v"]
     facts = entry, implementation, named, tuple(tensors), others
-    alike = "cu_seqlens" not in tensors and not torch.compiler.is_compiling() and v.numel()
-    if alike and versions.no_kernel(v.device, v.dtype) is None:
-        return repeated(_LINES, _computed, given, *facts)
-    return _computed(_LINES, *given, *facts)
+    eager = not torch.compiler.is_compiling() and v.numel() > 0
+    kernels = eager and named in (None, "triton") and versions.no_kernel(v.device, v.dtype) is None
+    if kernels and "cu_seqlens" not in tensors:
+        return repeated(_LINES, _computed, given, *facts, kernels)
+    return _computed(_LINES, *given, *facts, kernels)
 
 
 def _computed(_: nn.Module, *given: Any) -> Any:
-    *tensors, entry, implementation, _named, names, others = given  # as `_compute` has them
+    *tensors, entry, implementation, _named, names, others, kernels = given  # as `_compute` has them
     a = {**dict(zip(names, tensors, strict=True)), **dict(others)}
     update, signal, alone = entry.means(a)
     q, k, v, cu = a["q"], a["k"], a["v"], a.get("cu_seqlens")
@@ -256,8 +264,10 @@ def _computed(_: nn.Module, *given: Any) -> Any:
     if update.parts().memory.kind == _LIST:
         scale *= k.shape[-1] ** 0.5  # a list's scores are divided by it already
     if a.get("use_qk_l2norm_in_kernel"):
-        q, k = _unit(q), _unit(k).to(v.dtype)
-    signal = {"q": (q * scale).to(v.dtype), "k": k, "v": v, **signal}
+        q, k = _unit(q, scale, v.dtype, kernels), _unit(k, 1.0, v.dtype, kernels)
+    else:
+        q = (q * scale).to(v.dtype)
+    signal = {"q": q, "k": k, "v": v, **signal}
     start, first = a.get("initial_state"), bool(a.get("state_v_first"))
     sequences = v.shape[0] if cu is None else cu.shape[0] - 1
     if entry.copy and v.device.type == "cpu" and implementation is None and cu is None and not _has_fla():

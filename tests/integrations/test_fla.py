@@ -395,3 +395,28 @@ def test_a_call_like_one_before_follows_its_line() -> None:
         out, state = fla._compute(entry, given | dict(output_final_state=False), None)
     assert found[0] == found[1] == found[2] and found[0][0] and state is None
     assert any(line.ready for line in _known[fla._LINES].lines.values())
+
+
+def test_unit_rows_by_a_kernel_are_those_of_torch() -> None:
+    """One launch each way for eight passes: under Triton's interpreter, rows of zeros among them."""
+    from tests.interpreter import interpret
+
+    interpret("""
+import torch
+from axes.integrations.fla import _unit
+torch.manual_seed(0)
+for shape, dtype, close in (((2, 5, 3, 64), torch.float32, 2e-6), ((1, 9, 2, 40), torch.float16, 1e-3)):
+    x = torch.randn(shape)
+    x[0, :2] *= 1e-3  # beside the 1e-6 that is added to squares
+    x[0, 0, 0] = 0.0
+    x = x.to(dtype).requires_grad_()
+    by = torch.randn(shape)
+    wide = x.detach().double().requires_grad_()
+    unit = 0.3 * wide / (wide.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    want = unit, torch.autograd.grad((unit * by).sum(), wide)[0]
+    for kernels in (True, False):
+        y = _unit(x, 0.3, dtype, kernels)
+        got = y, torch.autograd.grad((y.float() * by).sum(), x)[0]
+        for a, b in zip(got, want):
+            assert a.dtype == dtype and (a.double() - b).norm() <= close * b.norm(), (shape, kernels)
+""")
