@@ -20,7 +20,7 @@ COUNTS = {
     "GatedDeltaNet": ((39, 5), (70, 4)),
     "KDA": ((48, 8), (90, 8)),
     "DeltaNet": ((31, 5), (56, 4)),
-    "LinearAttention": ((45, 7), (45, 8)),
+    "LinearAttention": ((43, 3), (40, 5)),
     "RetNet": ((64, 5), (53, 6)),
     "GLA": ((42, 6), (80, 7)),
     "Mamba2": ((46, 5), (79, 6)),

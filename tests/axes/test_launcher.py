@@ -94,7 +94,7 @@ def followed(kernel: Any, args: Any = values) -> Any:
     recorder = line.Recorder(given)
     recorder.launch(Launch(kernel, GRID[:2]), args(*given), {})
     assert recorder.refused is None
-    return line._function(range(2), recorder.steps, (), recorder.roots, torch.device("cpu"))
+    return line._function(range(2), recorder.steps, (), recorder.roots, torch.device("cpu"), {})
 
 
 def require_same(found: Any, meant: Any) -> None:
