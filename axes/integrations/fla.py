@@ -48,7 +48,6 @@ from axes.sequence import (
 
 _GATED = StateUpdate(Alignment(), monoid=Scalar("decay"))
 _LIST = "list"
-_WIDEST = 8192  # of a row that a norm's program holds
 
 
 class PassedOn(UserWarning):
@@ -228,10 +227,11 @@ def _bound(entry: Entry, signature: inspect.Signature, args: tuple[Any, ...], kw
 def _unit(x: Tensor, by: float, dtype: torch.dtype, kernels: bool) -> Tensor:
     """by x (|x|^2 + 1e-6)^(-1/2) of rows, rounded once: by a kernel an RMS norm, whose mean is |x|^2 / d."""
     d = x.shape[-1]
-    if kernels and 0 < d <= _WIDEST:
-        from axes.kernels.rows.norm import add_norm  # triton is imported by the first call that needs it
+    if kernels:
+        from axes.kernels.rows.norm import WIDEST, add_norm  # triton is imported by the first call that needs it
 
-        return add_norm(x, None, torch.full((d,), by * d**-0.5, device=x.device), 1e-6 / d, dtype)[1]
+        if 0 < d <= WIDEST:
+            return add_norm(x, None, torch.full((d,), by * d**-0.5, device=x.device), 1e-6 / d, dtype)[1]
     wide = _wide(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6) * by).to(dtype)
 

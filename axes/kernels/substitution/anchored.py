@@ -22,7 +22,7 @@ import triton.language as tl  # noqa: F401
 from axes.kernels.common.gluon import barrier, copies_end, copies_wait, copy, gl, gluon, mma_v2
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import first_slot, floored, unit_rows
-from axes.kernels.substitution.hopper import _WIDE, _by_state, _by_tokens, _fetch, _kept, _put_state
+from axes.kernels.substitution.hopper import _WIDE, _by_copies, _by_state, _by_tokens, _fetch, _kept, _put_state
 from axes.kernels.substitution.passes import _column, wanted
 from axes.kernels.substitution.response import ask, beside  # replaced
 
@@ -34,14 +34,6 @@ LEAST = gl.constexpr(-40.0)
 def _phases(s, bits):
     """Of tiles whose rows are S numbers: eight, or as many pieces of 16 bytes as there are."""
     return min(8, s * bits // 128)
-
-
-@gluon.constexpr_function
-def _across(s, bits, w):
-    """Of a tile (16, s) that goes out from shared memory, 16 bytes a thread."""
-    size = 128 // bits
-    across = min(32, s // size)
-    return gl.BlockedLayout([1, size], [32 // across, across], [w, 1], [1, 0])
 
 
 @gluon.jit
@@ -97,7 +89,7 @@ def _met(left, right, none, TURN: gl.constexpr, DTYPE: gl.constexpr, U: gl.const
 def _out(ptr, tile, first, rows, head, H, part, D: gl.constexpr, S: gl.constexpr, W: gl.constexpr):
     """S of the D columns of 16 tokens, from shared memory."""
     bits: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    layout: gl.constexpr = _across(S, bits, W)
+    layout: gl.constexpr = _by_copies(S, bits, W)
     token = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     d = part + gl.arange(0, S, gl.SliceLayout(0, layout))[None, :]
     gl.store(ptr + (first * H + head) * D + token * (H * D) + d, tile.load(layout), mask=(token < rows) & (d < D))
@@ -370,7 +362,7 @@ def reverse(
 @gluon.jit
 def _fetch_state(tile, states, index, part, V: gl.constexpr, K: gl.constexpr, BV: gl.constexpr, W: gl.constexpr):
     """Rows of a chunk's first state, into shared memory."""
-    layout: gl.constexpr = _across(K, 16, W)
+    layout: gl.constexpr = _by_copies(K, 16, W)
     v = part + gl.arange(0, BV, gl.SliceLayout(1, layout))
     d = gl.arange(0, K, gl.SliceLayout(0, layout))
     base = states + index * (V * K)
