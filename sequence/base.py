@@ -58,11 +58,9 @@ torch.serialization.add_safe_globals([LayerState])  # a saved state loads with w
 class Across(Protocol):
     """Who knows the tokens of a sequence that other processes hold: `axes.parallel`.
 
-    asks: whether a block may ask for `columns`, in the place of `tails`.  repeats: whether a call like one before asks
-    for the same exchanges again, and reads nothing on the host.
+    repeats: whether a call like one before asks for the same exchanges again, and reads nothing on the host.
     """
 
-    asks: bool
     repeats: bool
 
     def tails(self, layer: SequenceLayer, x: Tensor, first: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
@@ -407,7 +405,7 @@ class SequenceLayer(nn.Module):
         packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x.shape[1])
         before, start = (None, None) if state is None else state
         columns = None
-        if self.across is not None and self.across.asks and fused.asks(self.around, x, self.implementation):
+        if self.across is not None and fused.asks(self.around, x, self.implementation):
             columns = self.across.columns
         elif self.across is not None:
             before = self.across.tails(self, x, before)

@@ -33,10 +33,6 @@ from axes.parallel.maps import Run
 from axes.routes.precision import own_precision
 from axes.sequence.base import Across, LayerState, SequenceLayer
 
-# Whether blocks by their kernels send columns of their product, and layers are followed as lines with their exchanges.
-# Right in Triton's interpreter over gloo; over NCCL tests/gpu/test_parallel.py has not been seen to pass.
-PICKED = False
-
 
 @final
 class Split(Across):
@@ -52,8 +48,7 @@ class Split(Across):
             )
         self.refused = maps.form(layer.update)
         self.by_maps = isinstance(self.refused, str)
-        self.asks = PICKED
-        self.repeats = PICKED and self.by_maps and not states  # of heads, numbers of tokens are read on the host
+        self.repeats = self.by_maps and not states  # of heads, numbers of tokens are read on the host
         shapes = layer.init_state(1, "meta").tails
         self.halo = max((x.shape[1] for x in shapes), default=0)
         self.heads = layer.memories[0]

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from axes import catalogue, parallel  # noqa: E402
 from axes.models.options import accepted_options  # noqa: E402
-from axes.parallel import split as ways  # noqa: E402
 from tests.gpu.together import together  # noqa: E402
 
 WORLD, _NAME = 2, "layer.txt"
@@ -46,21 +45,20 @@ def _compare(name: str, dtype: torch.dtype) -> None:
     y, _ = layer(x)
     parameters = [p for p in layer.parameters() if p.requires_grad]
     wanted = torch.autograd.grad(y, [x, *parameters], along, allow_unused=True)
-    for ways.PICKED in (False, True):
-        parallel.sequence(layer, mesh)
-        for call in range(3):  # by Python, written down, followed
-            own = parallel.segment(x.detach(), mesh).clone().requires_grad_()
-            mine, _ = layer(own)
-            direction = parallel.segment(along, mesh).clone()
-            found = torch.autograd.grad(mine, [own, *parameters], direction, allow_unused=True)
-            pairs = {"y": (mine, parallel.segment(y, mesh)), "x": (found[0], parallel.segment(wanted[0], mesh))}
-            for i, (a, b) in enumerate(zip(found[1:], wanted[1:], strict=True)):
-                if b is not None:
-                    total = torch.zeros_like(b) if a is None else a.clone()
-                    dist.all_reduce(total)
-                    pairs[f"parameter {i}"] = (total, b)
-            worst = max((_apart(a, b), n) for n, (a, b) in pairs.items())
-            assert worst[0] <= CLOSE[dtype], (name, dtype, ways.PICKED, call, worst)
+    parallel.sequence(layer, mesh)
+    for call in range(3):  # by Python, written down, followed
+        own = parallel.segment(x.detach(), mesh).clone().requires_grad_()
+        mine, _ = layer(own)
+        direction = parallel.segment(along, mesh).clone()
+        found = torch.autograd.grad(mine, [own, *parameters], direction, allow_unused=True)
+        pairs = {"y": (mine, parallel.segment(y, mesh)), "x": (found[0], parallel.segment(wanted[0], mesh))}
+        for i, (a, b) in enumerate(zip(found[1:], wanted[1:], strict=True)):
+            if b is not None:
+                total = torch.zeros_like(b) if a is None else a.clone()
+                dist.all_reduce(total)
+                pairs[f"parameter {i}"] = (total, b)
+        worst = max((_apart(a, b), n) for n, (a, b) in pairs.items())
+        assert worst[0] <= CLOSE[dtype], (name, dtype, call, worst)
     if dist.get_rank() == 0:
         print(f"{name} {dtype}: {worst[0]:.1e} ({worst[1]})", flush=True)
 

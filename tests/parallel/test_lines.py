@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from axes import catalogue, parallel
 from axes.kernels.common import line as lines
 from axes.models.options import accepted_options
-from axes.parallel import split as ways
 from tests.processes import joined, run
 
 TOKENS = 6
@@ -74,6 +73,5 @@ def _compare(name: str) -> None:
 
 if __name__ == "__main__":
     with joined() as (_, names):
-        ways.PICKED = True
         for layer_name in names:
             _compare(layer_name)
