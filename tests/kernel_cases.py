@@ -232,8 +232,7 @@ def owned(d: int) -> Callable[[], None]:
         assert isinstance(made, Made)
         g = (-torch.rand(*v.shape)).requires_grad_()
         given = [v, *[torch.rand(*v.shape, requires_grad=True) for _ in made.inputs[1:]]]
-        takes = patch.object(substitution_module, "anchored_on_hopper", lambda *_: True)
-        with takes, patch.object(substitution_module, "ANCHORED_RECORDS", True):
+        with patch.object(substitution_module, "anchored_on_hopper", lambda *_: True):
             both(tuple(substitution_chain(q, k, made.name, d, given, g, reads="anchored"))[:3])
 
     return run

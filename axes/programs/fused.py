@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from axes.errors import AxesError
-from axes.kernels.common.ahead import launcher
 from axes.kernels.common.layout import on_device
 from axes.programs.code import CODE
 from axes.programs.lifted import lifted
@@ -280,10 +279,12 @@ def compile_text(text: str, kernel: str = "step") -> Any:
     """A kernel of a source text; Triton reads the text again, so it is kept where `inspect` looks."""
     name = f"<axes kernel {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     if name not in _COMPILED:
+        from axes.kernels.common.launch import Kernel  # triton is imported by the first kernel
+
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         space: dict[str, Any] = {"__name__": "axes.programs.generated"}
         exec(compile(text, name, "exec"), space)
-        _COMPILED[name] = space[kernel]
+        _COMPILED[name] = Kernel(space[kernel])
     return _COMPILED[name]
 
 
@@ -368,17 +369,15 @@ class Fused:
         pointers = self._point(gradients, now)
         self._give({**self.constants, **rates})
         with on_device(self.pointers):
-            launcher(self.advance, (1,), found=found is not None)(
+            self.advance[(1,)](
                 self.inputs, self.numbers, self.inputs if found is None else found, self.counts, self.counts.numel(),
                 *self.kept.values(), len(gradients), FOUND=found is not None, BLOCK=1024, num_warps=4,
-                enable_fp_fusion=True,
             )  # fmt: skip
-            given = {"found": found is not None, "scale": scale is not None}
-            launcher(self.kernel, (self.chunks.shape[0],), **given)(
+            self.kernel[(self.chunks.shape[0],)](
                 pointers, self.chunks, self.numbers, self.inputs if found is None else found,
                 self.inputs if scale is None else scale, self.counts, self.seed,
                 *([] if self.squares is None else [self.squares]), BLOCK=self.block,
-                FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps, enable_fp_fusion=True,
+                FOUND=found is not None, SCALE=scale is not None, num_warps=self.warps,
             )  # fmt: skip
 
     def _give(self, numbers: Mapping[str, float | Tensor]) -> None:

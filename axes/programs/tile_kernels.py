@@ -21,11 +21,10 @@ from axes.programs.tiles import GRAD, Extent
 
 @cache
 def _kernel(text: str, name: str) -> Any:
-    from axes.kernels.common.launch import Kernel
     from axes.programs.fused import compile_text
 
     # two kernels of one text: each is compiled from it by its own name
-    return Kernel(compile_text(f"# {name}\n{text}", name))
+    return compile_text(f"# {name}\n{text}", name)
 
 
 @cache

@@ -23,7 +23,7 @@ from axes.optim.sharding.met import gradients_of
 from axes.programs.program import PARAMETER
 
 BUCKETS = 4  # parts of a group that travel while others are stepped, at most
-LEAST = 25_000_000  # entries of a part from which another one travels in less time than it takes to launch
+LEAST = 60_000_000  # entries of a part from which another one travels in less time than it takes to launch
 
 
 def alike(members: Iterable[Member], gradients: bool = True) -> list[list[Member]]:

@@ -209,7 +209,6 @@ from tests.gluon import stand_in
 stand_in("axes.kernels.substitution.hopper")
 anchored = stand_in("axes.kernels.substitution.anchored")
 chain._ANCHORED, versions.hopper_refusal = (torch.float32,), lambda device: None
-chain.ANCHORED_RECORDS = True
 chain.ANCHORED, chain.ANCHORED_BACK = (32, 3), (64, 2)  # of one part, and of two
 harsh, source, made, rooms = [], inspect.getsource, chain.made, chain._rooms
 

@@ -164,19 +164,6 @@ def really() -> Iterator[None]:
         _really.pop()
 
 
-def launcher(kernel: Any, grid: tuple[int, ...], **key: Any) -> Callable[..., Any]:
-    """`kernel[grid]` of a kernel of Triton that always gets such arguments, but for `key`."""
-    ahead = rehearsal()
-    if ahead is None:
-        made: Callable[..., Any] = kernel[grid]
-        return made
-
-    def ask(*args: Any, **given: Any) -> None:
-        ahead.ask((kernel, *key.items()), kernel, args, given)
-
-    return ask
-
-
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -48,9 +48,6 @@ AT_ONCE: tuple[tuple[int, int], ...] = ((0, 0), (0, 1), (1, 0), (1, 1))
 AT_ONCE_PART, AT_ONCE_WARPS = 64, 8
 SERIAL_PART = 64  # rows of a serial program on Hopper, where rows do not meet
 PART = 64  # rows of the state of a serial program, where rows do not meet
-# Whether `anchored` is asked for what has a backward. With a pipelined `together` dk is 2.9e-2 off on a full chip, and
-# tests of few programs do not show it; with one stage, as below, nobody has looked there yet.
-ANCHORED_RECORDS = False
 ANCHORED, ANCHORED_BACK = (64, 3), (64, 2)  # rows of a program of `anchored`, blocks of tokens in shared memory
 TOGETHER = (64, 4, 1, 128)  # rows of a state at a time, warps, stages, columns of a program
 AGAIN = 32  # of one that makes tokens again behind what is not finite
@@ -209,10 +206,9 @@ class _Sizes(NamedTuple):
         return dict(K=d_k, BK=_padded(d_k), PRECISION=precision(k), num_stages=1, **self.where())
 
 
-def _split(k: Tensor, g: Tensor | None, width: int, name: str, reads: int, last: bool, record: bool) -> int:
+def _split(k: Tensor, g: Tensor | None, width: int, name: str, reads: int, last: bool) -> int:
     """Parts of a head in `anchored`, none where it does not take a call."""
-    takes = (ANCHORED_RECORDS or not record) and anchored_on_hopper(k, g, width, name, reads, last)
-    return cdiv(width, ANCHORED[0]) if takes else 0
+    return cdiv(width, ANCHORED[0]) if anchored_on_hopper(k, g, width, name, reads, last) else 0
 
 
 def _gate(g: Tensor | None) -> int:
@@ -249,7 +245,7 @@ def _forward(
     products of pairs, what keys read, first states of chunks, which heads `anchored` left to others."""
     s = _Sizes.of(k, cu, name, width)
     cut, h = s.cut, s.shape[2]
-    split = _split(k, g, width, name, reads, last, record)
+    split = _split(k, g, width, name, reads, last)
     o, final, before, ends, kept = _rooms(k, cu, width, reads, last, full, True, split)
     products, seen, states, harsh = kept
     with on_device(k):
@@ -300,7 +296,7 @@ def _forward(
 
 
 def _shapes(q, k, g, start, i0, i1, i2, i3, i4, i5, i6, i7, cu, name, width, reads, last, full, record):
-    split = _split(k, g, width, name, reads, last, record)
+    split = _split(k, g, width, name, reads, last)
     return _rooms(k, cu, width, reads, last, full, record or last, split)
 
 
