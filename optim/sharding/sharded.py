@@ -344,6 +344,8 @@ class Shards:
             for job in (job for _, _, jobs in early for job in jobs):  # in one order on all, whatever they have
                 job.gather(blank=not as_before)
                 self._ahead.append(job)
+            for job in self._ahead:
+                job.receive()
             found, most, least, changed = told()
             if changed:
                 self.turn_back()

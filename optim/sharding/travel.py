@@ -130,6 +130,12 @@ class Job:
         """Bytes for what of the parameters is at this process at once."""
         return self.shards[0].new_empty(self.way.room(self.dtype, self.sent), dtype=torch.uint8)
 
+    def receive(self) -> None:
+        """Put gradients together as they arrive, before anybody knows whether they are wanted."""
+        if self._gradients is not None:
+            wholes = self._gradients()
+            self._gradients = lambda: wholes
+
     def drop(self) -> None:
         """Nobody wants what travels; its memory is given back when it has arrived."""
         for arrived in (self._gradients, self._weights):
