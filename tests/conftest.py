@@ -15,13 +15,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
+from tests.drawn import left_out
+
 # Two workers with one thread each are faster on two cores than two with two, and sums keep their order.
 torch.set_num_threads(1)
 
 # `make test` takes quick; `make test-all` passes --hypothesis-profile=thorough.
 settings.register_profile(
     "quick",
-    max_examples=15,
+    max_examples=10,
     derandomize=True,
     deadline=None,
     print_blob=True,
@@ -48,13 +50,34 @@ TORCH_RANDOM = TorchRandom()  # Hypothesis keeps a weak reference only
 register_random(TORCH_RANDOM)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draw-seed", type=int, default=0, help="what draws among cases that are alike (tests/drawn.py)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases that are alike are drawn by --draw-seed={config.option.draw_seed}; those left out are slow"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
+    """What is not drawn is slow."""
+    report = yield
+    if isinstance(collector, pytest.Module | pytest.Class) and report.passed:
+        items = [x for x in report.result if isinstance(x, pytest.Item)]
+        for item in left_out(items, collector.config.option.draw_seed):
+            item.add_marker(pytest.mark.slow)
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Nothing of what is collected is garbage, and looking for it takes a quarter of the time."""
+    """Nothing of what is imported and collected is garbage: looking for it there takes a quarter of the time, and a
+    second whenever a test, or what it runs, looks for its own."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

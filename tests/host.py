@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import pstats
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from axes.kernels.common.launch import Kernel
 from axes.kernels.common.line import Line
 from axes.kernels.common.repeated import _known
 from axes.sequence.base import SequenceLayer
+from tests.alive import alive
 from tests.hopper import NoDevice
 
 BY_KERNELS = (
@@ -74,7 +74,7 @@ def no_launches() -> Iterator[list[str]]:
             yield launches
     finally:
         driver._active = previous
-        for kernel in [x for x in gc.get_objects() if type(x) is Kernel]:  # nothing of this block is ready for a GPU
+        for kernel in alive(Kernel):  # nothing of this block is ready for a GPU
             kernel._calls.clear()
 
 

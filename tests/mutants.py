@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import gc
 import importlib
 import json
 import multiprocessing
@@ -37,6 +36,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from tests.alive import everything
 from tests.planted import ROOT, First, Raised, copied, forked, tests_of
 
 _FEW, _SECONDS = 25, 8.0  # tests that a fault is shown to first, and what they take together
@@ -563,7 +563,7 @@ def patch(changed: Changed) -> bool:
     found, path = 0, os.path.realpath(changed.path)
     same: dict[str, bool] = {}
     updates = getattr(sys.modules.get("axes.core.state_update"), "StateUpdate", ())
-    for x in gc.get_objects():
+    for x in everything():
         kind = type(x)
         if kind is FunctionType:
             name = x.__code__.co_filename

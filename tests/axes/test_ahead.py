@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from axes.tasks import rehearsal as tasks
 from axes.tasks.batches import training_batch
 from axes.tasks.configuration import Configuration
 from axes.tasks.training import Training
+from tests.alive import alive
 from tests.hopper import NoDevice
 from tests.host import example, no_launches
 
@@ -50,8 +50,7 @@ def training(**changes: Any) -> Training:
 
 def known() -> set[Any]:
     """What kernels have been launched with, as `Kernel` tells launches apart."""
-    kernels = [x for x in gc.get_objects() if type(x) is Kernel]
-    return {(k, asked, key) for k in kernels for asked, call in k._calls.items() for key in call.ready}
+    return {(k, asked, key) for k in alive(Kernel) for asked, call in k._calls.items() for key in call.ready}
 
 
 @pytest.mark.parametrize("changes", [{}, {"sequence": "gla", "depth": "mhc", "accumulate": 2}])

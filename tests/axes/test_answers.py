@@ -19,6 +19,7 @@ from axes.errors import AxesError
 from axes.optim.engine import generated
 from axes.routes import dispatch
 from axes.routes.choice import NoImplementation, Target
+from tests.drawn import drawn
 
 SGD = StateUpdate(Given(), algorithm=Step(Per("lr")))
 
@@ -91,9 +92,11 @@ def test_other_tensors_than_torchs_own_are_no_kernel() -> None:
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU answers for one")
-def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of CUDA is called."""
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions about a GPU that is not here, of which nothing is called."""
+    if torch.cuda.is_available():
+        pytest.skip("a machine without a GPU answers for one")
 
     def never(*args: object) -> None:
         raise AssertionError("CUDA was initialised")
@@ -101,10 +104,21 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_lazy_init", never)
     monkeypatch.setattr(generated, "_TRITON", True)
     monkeypatch.setattr("axes.routes.kernel_terms._TRITON", True, raising=False)
-    devices = itertools.cycle(("cuda", "cuda:1", torch.device("cuda"), "cuda:sm_80", "cuda:sm_120"))
-    for entry, device in zip(catalogue.entries(), devices):  # noqa: B905
-        text = axes.explain(entry, device, torch.bfloat16)
-        assert "(sm_" in text and " on cpu" not in text, (entry.name, device)
+
+
+DEVICES = itertools.cycle(("cuda", "cuda:1", torch.device("cuda"), "cuda:sm_80", "cuda:sm_120"))
+ELSEWHERE = [pytest.param(x, device, id=f"{x.axis} {x.name}") for x, device in zip(catalogue.entries(), DEVICES)]  # noqa: B905
+
+
+@pytest.mark.parametrize(("entry", "device"), drawn(ELSEWHERE, 3))
+def test_what_an_entry_runs_on_a_gpu_that_is_not_here(
+    entry: catalogue.Entry, device: str | torch.device, elsewhere: None
+) -> None:
+    text = axes.explain(entry, device, torch.bfloat16)
+    assert "(sm_" in text and " on cpu" not in text
+
+
+def test_a_gpu_that_is_not_here(elsewhere: None) -> None:
     assert axes.select("adamw", "cuda")[:2] == ("entrywise", "triton")
     assert axes.select("muon", "cuda")[:2] == ("stacks", "triton")
     assert axes.select("gated-delta-net", "cuda")[:2] == ("chain", "triton")

@@ -175,6 +175,7 @@ def test_what_is_near_a_file_saw_others_of_its_faults_or_says_its_names() -> Non
     assert found[3] == tests[2] and found[4].startswith("t/test_a.py::test_one[") and len(found) == 5
 
 
+@pytest.mark.slow  # a session of pytest in a process of its own; one of the tests above runs one, too
 def test_what_nobody_has_imported_is_read_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()  # a tree has one
     (tmp_path / "late.py").write_text("def double(x):\n    return 2 * x\n")

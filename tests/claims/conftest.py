@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from axes.claims.register import find
 from axes.claims.verify import verify_one
 from axes.core.state_update import StateUpdate
+from tests.alive import alive
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def traced_anew(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _forget() -> None:
     """Take off every tuple what was worked out for it: programs and other facts are kept on the tuples themselves."""
-    for update in [x for x in gc.get_objects() if type(x) is StateUpdate]:
+    for update in alive(StateUpdate):
         for name in [n for n in vars(update) if n.startswith("_axes_")]:
             object.__delattr__(update, name)
 

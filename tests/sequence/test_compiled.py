@@ -35,8 +35,8 @@ from axes.sequence.base import SequenceLayer
 from tests.drawn import one_of_each
 
 D = 8
-# One of each route and kind of memory in `make test`, the others in `make test-all`. Attention without keys that are
-# carried on is followed once below, where a length is known first.
+# One of each route and kind of memory, from which `make test` draws; `make test-all` runs all layers. Attention without
+# keys that are carried on is followed once below, where a length is known first.
 QUICK = (GatedDeltaNet, Titans, LatticeSim, PaTH)
 every_layer = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.name)
 

@@ -308,6 +308,7 @@ def test_runs_that_are_left_are_spread_over_workers() -> None:
     assert {workers: [*map(len, plan.groups(seeds, workers))] for workers in spread} == spread
 
 
+@pytest.mark.slow  # above, what two workers have begun one goes on with; graphs replay in a folder there
 def test_what_is_found_does_not_depend_on_workers(
     graphs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
