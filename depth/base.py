@@ -26,7 +26,15 @@ from axes.core.state_update import State, StateUpdate
 from axes.depth import kernels
 from axes.depth.choice import choose, plans
 from axes.depth.given import require, require_own, require_written
-from axes.depth.lines import WRITES, by_line, read_by_kernels, write_by_kernels, write_then_read_by_kernels
+from axes.depth.lines import (
+    WRITES,
+    Before,
+    by_line,
+    read_by_kernels,
+    write_by_kernels,
+    write_then_read_before,
+    write_then_read_by_kernels,
+)
 from axes.depth.meaning import require_streams
 from axes.errors import ShapeError, wrong_type
 from axes.kernels.common.repeated import Same
@@ -249,21 +257,27 @@ class DepthMixer(nn.Module, ABC):
         return state if isinstance(streams, State) else state.theta[0].mT.to(kept.dtype)
 
     def write_then_read(
-        self, streams: Streams, y: Tensor, coefficients: Coefficients, following: DepthMixer
-    ) -> tuple[Streams, Tensor, Coefficients]:
+        self, streams: Streams, y: Tensor, coefficients: Coefficients, following: DepthMixer,
+        before: Before | None = None,
+    ) -> tuple[Streams, Tensor, Coefficients]:  # fmt: skip
         """`write`, and the next sublayer's `read`: one pass, where kernels do both and it reads by constants.
 
-        What is read are the streams as they were written, rounded to their dtype.
+        What is read are the streams as they were written, rounded to their dtype; with `before` what that makes of it.
         """
         kept = self._matrix(streams, "write")
         if not self._joins(following, kept):
             after = self.write(streams, y, coefficients)
-            return (after, *following.read(after))
+            x, told = following.read(after)
+            return after, x if before is None else before(x), told
         self._require_written(kept, y, coefficients)
         following._matrix(kept, "read")
         names, values = zip(*self._signal(y, coefficients).items(), strict=True)
         given, writer = (_read(kept, coefficients), *values), Same(self.update)
-        after, x, pre, signal, again = by_line(following, write_then_read_by_kernels, given, names, writer)
+        if before is None:
+            made = by_line(following, write_then_read_by_kernels, given, names, writer)
+        else:
+            made = by_line(before, write_then_read_before, given, names, writer, before.facts(before.module))
+        after, x, pre, signal, again = made
         return after, x, Coefficients(pre, signal, None if again is None else (after, again))
 
     def reduce(self, streams: Streams) -> Tensor:

@@ -110,5 +110,5 @@ class DynamicHyperConnections(Projected):
         constants = torch.cat((self.pre[:, None], self.post[:, None], self.mix.mT), -1)
         return Projection(self.phi, scale, constants, "first", tanh=True)
 
-    def signal(self, entries: Tensor) -> Signal:
-        return {"k": entries[..., 1], "mix": entries[..., 2:].mT}
+    def signal(self, k: Tensor, rest: Tensor) -> Signal:
+        return {"k": rest[..., 1], "mix": rest[..., 2:].mT}

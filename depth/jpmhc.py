@@ -77,11 +77,11 @@ class _Rotated(Projected):
         self.bias.copy_(torch.cat((rows - rows.amin(), rows.new_zeros(2 * len(rows)))))
 
     def projection(self) -> Projection:
-        return Projection(self.phi, torch.ones_like(self.bias), self.bias[None], "softmax", centred=True)
+        scale = torch.ones_like(self.bias[:1])
+        return Projection(self.phi, scale, self.bias[None], "softmax", writes=True, centred=True)
 
-    def signal(self, entries: Tensor) -> Signal:
-        _, write, mix = entries.squeeze(-2).unflatten(-1, (3, self.streams, self.streams)).unbind(-3)
-        return {"k": write.softmax(-2).sum(-1), "mix": mix}
+    def signal(self, k: Tensor, rest: Tensor) -> Signal:
+        return {"k": k, "mix": rest.squeeze(-2).unflatten(-1, (self.streams, self.streams))}
 
 
 @final

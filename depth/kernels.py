@@ -106,35 +106,29 @@ def projects(bias: Tensor) -> bool:
     return bias.shape[-1] <= ENTRIES
 
 
-def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x_in (..., d), pre (..., n), the entries (..., g, C), and the streams (..., n, d) once more."""
+def look(streams: Tensor, projection: Projection) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x_in (..., d), pre (..., n), k (..., n) or without it (..., 0), the rest of the entries (..., g, c), and the
+    streams (..., n, d) once more."""
     from axes.kernels.streams.look import look as by_kernel
 
     return by_kernel(streams, *_looked(projection), **_options(projection))
 
 
 def _looked(projection: Projection) -> tuple[Tensor, Tensor, Tensor, str]:
-    phi = projection.phi
-    if projection.centred:  # of a centred row the product is that with a centred phi
-        phi = phi - phi.mean(-1, keepdim=True)
-    return phi, projection.scale, projection.bias, projection.chart
+    return projection.phi, projection.scale, projection.bias, projection.chart
 
 
 def _options(projection: Projection) -> dict[str, Any]:
-    return {"tanh": projection.tanh, "centred": projection.centred, "floor": projection.floor}
-
-
-def parts(entries: Tensor, first: int, n: int, factor: float) -> tuple[Tensor, Tensor]:
-    """factor * sigmoid of n entries behind the first ones, and those behind these, each in memory of its own."""
-    from axes.kernels.streams.parts import parts as by_kernel
-
-    return by_kernel(entries, first, n, factor)
+    return {
+        "writes": projection.writes, "tanh": projection.tanh, "centred": projection.centred, "floor": projection.floor,
+    }  # fmt: skip
 
 
 def write_then_look(
     update: StateUpdate, streams: Tensor, signal: Signal, projection: Projection
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The streams after a step by kernels, and x_in (..., d), pre and entries of a look at them; of no sphere."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The streams after a step by kernels, and x_in (..., d), pre, k and the rest of the entries of a look at them; of
+    no sphere."""
     from axes.kernels.streams.follow import write_look
 
     x, v, written, mixing = _given(update, streams, signal, triton=True)

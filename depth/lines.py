@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,26 @@ from axes.routes.precision import own_precision
 
 if TYPE_CHECKING:
     from axes.depth.base import DepthMixer
+
+Facts = Callable[[nn.Module], tuple[Hashable, ...]]
+
+
+@final
+class Before(nn.Module):
+    """What stands between a mixer's read and its sublayer, `run(module, x, *facts(module))`, done in the read's line.
+
+    run: by kernels, as the read; facts: what it depends on beside the looks of x and of the module.
+    """
+
+    def __init__(self, mixer: nn.Module, module: nn.Module, run: Callable[..., Tensor], facts: Facts) -> None:
+        super().__init__()
+        self.mixer, self.module, self.run, self.facts = mixer, module, run, facts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Behind a read that was not its line."""
+        made: Tensor = by_line(self.module, self.run, (x,), *self.facts(self.module))
+        return made
+
 
 WRITES = nn.Module()  # the lines of a write are those of every sublayer: it takes no parameters
 
@@ -56,4 +76,20 @@ def write_then_read_by_kernels(following: DepthMixer, streams: Tensor, *rest: An
         return following._follow(writer, streams, signal)
 
 
-__all__ = ["WRITES", "by_line", "read_by_kernels", "whole", "write_by_kernels", "write_then_read_by_kernels"]
+def write_then_read_before(before: Before, streams: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The same, and what stands before the sublayer done to what is read; rest: facts behind the others."""
+    *given, facts = rest
+    after, x, *told = write_then_read_by_kernels(before.mixer, streams, *given)  # type: ignore[arg-type]
+    return (after, before.run(before.module, x, *facts), *told)
+
+
+__all__ = [
+    "WRITES",
+    "Before",
+    "by_line",
+    "read_by_kernels",
+    "whole",
+    "write_by_kernels",
+    "write_then_read_before",
+    "write_then_read_by_kernels",
+]

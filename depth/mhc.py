@@ -14,7 +14,6 @@ from axes.core.geometry import Birkhoff, Euclidean, Geometry, Permutations
 from axes.core.monoids import GeneralLinear, Identity
 from axes.core.rates import Per, Signal, extent
 from axes.core.state_update import StateUpdate
-from axes.depth import kernels
 from axes.depth.hyper_connections import relinked
 from axes.depth.initial import OFF_DIAGONAL, read_shares, require_several
 from axes.depth.projection import Projected, Projection
@@ -91,27 +90,19 @@ class _Shares(Projected):
         self.bias.copy_(torch.cat([torch.logit(shares), like, *near_identity]))
 
     def projection(self) -> Projection:
-        scale = torch.cat([a.expand(size) for a, size in zip(self.alpha.unbind(), self.sizes, strict=True)])
-        return Projection(self.phi, scale, self.bias[None], floor=self.eps)
+        return Projection(self.phi, self.alpha, self.bias[None], writes=True, floor=self.eps)
 
-    def signal(self, entries: Tensor) -> Signal:
-        _, write, rest = entries.squeeze(-2).split([self.streams, self.streams, sum(self.sizes[2:])], -1)
-        return {"k": 2 * torch.sigmoid(write), **self._mixes(rest)}
-
-    def signal_by_kernels(self, entries: Tensor) -> Signal:
-        k, rest = kernels.parts(entries.squeeze(-2), self.streams, self.streams, 2.0)
-        return {"k": k, **self._mixes(rest)}
-
-    def _mixes(self, rest: Tensor) -> Signal:
-        """Logits of the tuple's own, in their shapes."""
-        each = rest.split(self.sizes[2:], -1) if self.mixing else ()
-        shaped = (logits.unflatten(-1, shape) for logits, shape in zip(each, self.mixing.values(), strict=True))
-        return dict(zip(self.mixing, shaped, strict=True))
+    def signal(self, k: Tensor, rest: Tensor) -> Signal:
+        """k, and logits of the tuple's own in their shapes."""
+        rest = rest.squeeze(-2)
+        each = rest.split(self.sizes[2:], -1) if len(self.mixing) > 1 else (rest,)
+        shaped = zip(self.mixing.items(), each, strict=False)  # without mixing there is no rest
+        return {"k": k, **{name: logits.unflatten(-1, shape) for (name, shape), logits in shaped}}
 
     def exit_projection(self) -> Projection | None:
         if self.exit is None or self.exit_phi is None or self.exit_alpha is None:
             return None
-        return Projection(self.exit_phi, self.exit_alpha.expand(self.streams), self.exit[None], floor=self.eps)
+        return Projection(self.exit_phi, self.exit_alpha, self.exit[None], floor=self.eps)
 
     def leave(self, streams: Tensor) -> Tensor:
         learned = self.exit is not None and self.exit_phi is None

@@ -25,11 +25,14 @@ EPS = 1e-6
 
 
 class Projection(NamedTuple):
-    """What is projected, and which entries are pre.
+    """What is projected, and which entries are pre and k.
 
-    phi (C, n d), scale (C) and bias (1, C); where every stream is projected by itself phi (C, d) and bias (n, C).
+    phi (C, n d), scale (C) and bias (1, C); where every stream is projected by itself phi (C, d) and bias (n, C). Of
+    fewer scales each is one of n entries, and the last of all others.
     chart: how entries make pre. "sigmoid": of the first n, plus floor; "softmax": the first n^2 are a matrix, pre is
         the mean over rows of its softmax along them; "first": every stream's first entry.
+    writes: whether as many entries behind those of pre make k: "sigmoid": twice that of them; "softmax": the sum over
+        columns of a softmax along them.
     tanh: f.  centred: N subtracts the mean first.
     """
 
@@ -37,6 +40,7 @@ class Projection(NamedTuple):
     scale: Tensor
     bias: Tensor
     chart: Literal["sigmoid", "softmax", "first"] = "sigmoid"
+    writes: bool = False
     tanh: bool = False
     centred: bool = False
     floor: float = 0.0
@@ -49,7 +53,17 @@ class Projection(NamedTuple):
         """`entries`, and the streams once more (`axes.depth.products`)."""
         dtype = streams.dtype
         made, again = project(streams, self.phi.to(dtype), EPS, self.centred)
-        return self.scale.to(dtype) * (torch.tanh(made) if self.tanh else made) + self.bias.to(dtype), again
+        scale = self._scales(streams.shape[-2]).to(dtype)
+        return scale * (torch.tanh(made) if self.tanh else made) + self.bias.to(dtype), again
+
+    def _scales(self, n: int) -> Tensor:
+        """Of every entry."""
+        scales, entries = self.scale, self.bias.shape[-1]
+        if len(scales) == entries:
+            return scales
+        last = entries - n * (len(scales) - 1)
+        each = zip(scales.unbind(), [n] * (len(scales) - 1) + [last], strict=True)
+        return torch.cat([scale.expand(size) for scale, size in each])
 
     def pre(self, entries: Tensor, n: int) -> Tensor:
         """(..., n) of entries (..., g, C)."""
@@ -59,6 +73,15 @@ class Projection(NamedTuple):
             return entries[..., 0, : n * n].unflatten(-1, (n, n)).softmax(-1).mean(-2)
         shares = torch.sigmoid(entries[..., 0, :n])
         return shares + self.floor if self.floor else shares
+
+    def rest(self, entries: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """k (..., n), or without it (..., 0), and the entries (..., g, c) behind those that it is made of."""
+        if not self.writes:
+            return entries[..., 0, :0], entries
+        size = n if self.chart == "sigmoid" else n * n
+        own = entries[..., 0, size : 2 * size]
+        k = 2 * torch.sigmoid(own) if self.chart == "sigmoid" else own.unflatten(-1, (n, n)).softmax(-2).sum(-1)
+        return k, entries[..., 2 * size :]
 
 
 class Projected(DepthMixer):
@@ -71,19 +94,15 @@ class Projected(DepthMixer):
     def projection(self) -> Projection: ...
 
     @abstractmethod
-    def signal(self, entries: Tensor) -> Signal: ...
-
-    def signal_by_kernels(self, entries: Tensor) -> Signal:
-        """`signal`, of entries on a GPU."""
-        return self.signal(entries)
+    def signal(self, k: Tensor, rest: Tensor) -> Signal:
+        """Of what a projection says is k, and of the entries behind it."""
 
     def exit_projection(self) -> Projection | None:
         return None
 
     def coefficients(self, streams: Tensor) -> Coefficients:
         projection = self.projection()
-        entries = projection.entries(streams)
-        return Coefficients(projection.pre(entries, self.streams), self.signal(entries))
+        return self._told(projection, projection.entries(streams))
 
     def leave(self, streams: Tensor) -> Tensor:
         projection = self.exit_projection()
@@ -91,17 +110,21 @@ class Projected(DepthMixer):
             return super().leave(streams)
         return projection.pre(projection.entries(streams), self.streams)
 
+    def _told(self, projection: Projection, entries: Tensor) -> Coefficients:
+        n = self.streams
+        return Coefficients(projection.pre(entries, n), self.signal(*projection.rest(entries, n)))
+
     def _seen(self, kept: Tensor, who: Implementation) -> tuple[Tensor, Coefficients]:
         projection = self.projection()
         if who == "torch":
             entries, theta = projection.entries_on(self._wide(kept))
-            pre = projection.pre(entries, self.streams)
-            x, again = kernels.read(self.update, theta, pre, triton=False)
-            return x.to(kept.dtype), Coefficients(pre, self.signal(entries), (kept, again))
+            told = self._told(projection, entries)
+            x, again = kernels.read(self.update, theta, told.pre, triton=False)
+            return x.to(kept.dtype), told._replace(read=(kept, again))
         if not kernels.projects(projection.bias):
             return super()._seen(kept, who)
-        x, pre, entries, again = kernels.look(kept, projection)
-        return x, Coefficients(pre, self.signal_by_kernels(entries), (kept, again))
+        x, pre, k, rest, again = kernels.look(kept, projection)
+        return x, Coefficients(pre, self.signal(k, rest), (kept, again))
 
     def _follow(
         self, writer: StateUpdate, streams: Tensor, signal: Signal
@@ -109,8 +132,8 @@ class Projected(DepthMixer):
         projection = self.projection()
         if not kernels.projects(projection.bias):
             return super()._follow(writer, streams, signal)
-        after, x, pre, entries = kernels.write_then_look(writer, streams, signal, projection)
-        return after, x, pre, whole(self.signal_by_kernels(entries)), None
+        after, x, pre, k, rest = kernels.write_then_look(writer, streams, signal, projection)
+        return after, x, pre, whole(self.signal(k, rest)), None
 
     def _left(self, kept: Tensor, who: Implementation) -> Tensor:
         projection = self.exit_projection()

@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 from axes.depth.base import DepthMixer, Streams
+from axes.depth.lines import Before
 from axes.errors import ShapeError
 from axes.kernels.common.repeated import around
 
@@ -26,8 +27,9 @@ Sublayer = Callable[[Tensor], Tensor]  # what it reads (B, T, d) -> y (B, T, d)
 
 
 def through(
-    sublayers: Sequence[Sublayer], mixers: Sequence[DepthMixer], streams: Streams, recompute: int = 0
-) -> Streams:
+    sublayers: Sequence[Sublayer], mixers: Sequence[DepthMixer], streams: Streams, recompute: int = 0,
+    before: Sequence[Before] | None = None,
+) -> Streams:  # fmt: skip
     """The streams behind the last of the sublayers, each in its mixer.
 
     Args:
@@ -36,9 +38,11 @@ def through(
         recompute: so many sublayers are a group: the backward keeps the streams that enter it, and runs its reads and
             writes again for all others. 0 keeps what every read and write wants. Gradients are the same bits. Such
             groups are not compiled, and their reads and writes follow no lines (`axes.kernels.common.line`).
+        before: what stands between each mixer's read and its sublayer, a norm by kernels; without recompute.
 
     Raises:
-        ShapeError: there are not as many mixers as sublayers, or recompute is no number of sublayers.
+        ShapeError: there are not as many mixers as sublayers, recompute is no number of sublayers, or there are both
+            groups and what stands before sublayers.
 
     Source: mHC (Xie et al. 2025), section 4.3.2. Differs: torch's checkpoint of a group, whose sublayers hand on what
     they returned before.
@@ -46,8 +50,10 @@ def through(
     if len(sublayers) != len(mixers) or not sublayers:
         raise ShapeError(f"through: give a mixer for every sublayer, got {len(mixers)} for {len(sublayers)}")
     require_recompute("through", recompute)
+    if before is not None and (recompute or len(before) != len(mixers)):
+        raise ShapeError("through: what stands before sublayers is given for each of them, and without recompute")
     if not recompute or not torch.is_grad_enabled():
-        return _at_once(sublayers, mixers, streams)
+        return _at_once(sublayers, mixers, streams, before)
     return _in_groups(sublayers, mixers, streams, recompute)
 
 
@@ -72,14 +78,19 @@ def require_recompute(who: str, recompute: int) -> None:
         )
 
 
-def _at_once(sublayers: Sequence[Sublayer], mixers: Sequence[DepthMixer], streams: Streams) -> Streams:
+def _at_once(
+    sublayers: Sequence[Sublayer], mixers: Sequence[DepthMixer], streams: Streams,
+    before: Sequence[Before] | None = None,
+) -> Streams:  # fmt: skip
     x, coefficients = mixers[0].read(streams)
-    for f, mixer, following in zip(sublayers, mixers, _followers(mixers), strict=True):
+    x = x if before is None else before[0](x)
+    ahead = [None] * len(mixers) if before is None else [*before[1:], None]
+    for f, mixer, following, norm in zip(sublayers, mixers, _followers(mixers), ahead, strict=True):
         y = f(x)
         if following is None:
             streams = mixer.write(streams, y, coefficients)
         else:
-            streams, x, coefficients = mixer.write_then_read(streams, y, coefficients, following)
+            streams, x, coefficients = mixer.write_then_read(streams, y, coefficients, following, norm)
     return streams
 
 

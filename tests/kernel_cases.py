@@ -67,7 +67,6 @@ from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read_on, mix_write, mix_write_read
-from axes.kernels.streams.parts import parts
 from axes.kernels.streams.sinkhorn import sinkhorn
 from axes.kernels.substitution import chain as substitution_module
 from axes.kernels.substitution import response as response_module
@@ -502,12 +501,14 @@ def streams(dtype: torch.dtype, n: int, constant: bool = False) -> Callable[[], 
     return run
 
 
-def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, **options: bool) -> Callable[[], None]:
+def looks(
+    dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, scales: int | None = None, **options: bool
+) -> Callable[[], None]:  # fmt: skip
     """Predicted coefficients and the read with them."""
 
     def run() -> None:
         groups = n if chart == "first" else 1
-        shapes = (entries, n * d // groups), (entries,), (groups, entries)
+        shapes = (entries, n * d // groups), (scales or entries,), (groups, entries)
         phi, a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
         x = torch.randn(2, 3000, n, d, dtype=dtype, requires_grad=True)
         both(look(x, phi, a, b, chart, **options))
@@ -515,23 +516,20 @@ def looks(dtype: torch.dtype, n: int, entries: int, chart: str, d: int = 1024, *
     return run
 
 
-def followed(dtype: torch.dtype, entries: int, chart: str, **options: bool) -> Callable[[], None]:
+def followed(
+    dtype: torch.dtype, entries: int, chart: str, scales: int | None = None, **options: bool
+) -> Callable[[], None]:  # fmt: skip
     """A write of four streams, and what the next sublayer predicts of what it wrote."""
 
     def run() -> None:
         n, d, groups = 4, 1024, 4 if chart == "first" else 1
-        shapes = (entries, n * d // groups), (entries,), (groups, entries)
+        shapes = (entries, n * d // groups), (scales or entries,), (groups, entries)
         phi, a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
         x, y = (torch.randn(2, 3000, *s, d, dtype=dtype, requires_grad=True) for s in ((n,), ()))
         w, m = (torch.randn(2, 3000, *s, requires_grad=True) for s in ((n,), (n, n)))
         both(write_look(x, y, w, m, phi, a, b, chart, **options))
 
     return run
-
-
-def of_entries() -> None:
-    for entries in (24, 8):
-        both(parts(torch.randn(2, 600, entries, requires_grad=True), 4, 4, 2.0))
 
 
 def doubly_stochastic() -> None:
@@ -697,12 +695,13 @@ CASES: dict[str, Callable[[], None]] = {
     "look 4": looks(HALF, 4, 24, "sigmoid"),
     "look 4 float32": looks(FULL, 4, 24, "sigmoid"),
     "look 4 half": looks(torch.float16, 4, 24, "sigmoid"),
-    "look 4 softmax": looks(HALF, 4, 48, "softmax", centred=True),
+    "look 4 writes": looks(HALF, 4, 24, "sigmoid", scales=3, writes=True),
+    "look 4 softmax": looks(HALF, 4, 48, "softmax", scales=1, centred=True, writes=True),
     "look 4 each": looks(HALF, 4, 6, "first", tanh=True),
-    "parts": of_entries,
     "follow 4": followed(HALF, 24, "sigmoid"),
     "follow 4 float32": followed(FULL, 24, "sigmoid"),
-    "follow 4 softmax": followed(HALF, 48, "softmax", centred=True),
+    "follow 4 writes": followed(HALF, 24, "sigmoid", scales=3, writes=True),
+    "follow 4 softmax": followed(HALF, 48, "softmax", scales=1, centred=True, writes=True),
     "follow 4 each": followed(HALF, 6, "first", tanh=True),
     "look 10": looks(HALF, 10, 120, "sigmoid"),
     "sinkhorn": doubly_stochastic,

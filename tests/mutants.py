@@ -246,7 +246,7 @@ EQUIVALENT: dict[tuple[str, str], str | tuple[str, str]] = {
         "Gluon has no interpreter; a GPU tells (tests/gpu/test_hopper_forward.py)",
     ),
     ("axes/kernels/scalar/launches.py", "8"): ("num_warps=8 if matrix and whole", "warps of a launch: a GPU's speed"),
-    ("axes/kernels/streams/look.py", '"project" if shape.side <= 64 else "project, wide"'): (
+    ("axes/kernels/streams/look.py", '"project, widest" if shape.side > 64'): (
         "tiles and stages of a launch: a GPU's speed"
     ),
     ("sequence/by_hand.py", "torch.mul(d, own, out=dx[:, first:end])"): "a product does not know an order",

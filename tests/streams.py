@@ -93,7 +93,7 @@ def compare(name: str, given: dict[str, Tensor], bound: float) -> None:
 
 def looked(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
-    *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
+    *, writes: bool = False, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
     apart: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What `look` means. apart: x three times, as it is measured, projected and read, for a gradient of each."""
@@ -105,60 +105,69 @@ def looked(
         return x - x.mean(-1, keepdim=True) if centred else x
 
     r = (rows(projected) * torch.rsqrt(rows(measured).square().mean(-1, keepdim=True) + eps)) @ phi.mT
-    entries = a * (r.tanh() if tanh else r) + b
-    first = entries[..., 0, :]
+    which = torch.arange(len(phi), device=x.device)
+    entries = a[which if len(a) == len(phi) else (which // n).clamp(max=len(a) - 1)] * (r.tanh() if tanh else r) + b
+    first, k, rest = entries[..., 0, :], entries[..., 0, :0], entries
     if chart == "first":
         pre = entries[..., 0]
     elif chart == "softmax":
         pre = first[..., : n * n].unflatten(-1, (n, n)).softmax(-1).mean(-2)
+        if writes:
+            k, rest = first[..., n * n : 2 * n * n].unflatten(-1, (n, n)).softmax(-2).sum(-1), entries[..., 2 * n * n :]
     else:
         pre = first[..., :n].sigmoid() + floor
-    return (pre[..., None] * x).sum(-2), pre, entries, x
+        if writes:
+            k, rest = 2 * first[..., n : 2 * n].sigmoid(), entries[..., 2 * n :]
+    return (pre[..., None] * x).sum(-2), pre, k, rest, x
+
+
+def _told(x: Tensor, b: Tensor, chart: str, writes: bool = False, **_: Any) -> tuple[tuple[int, ...], ...]:
+    """Shapes of x_in, pre, k and the rest."""
+    lead, (n, d) = x.shape[:-2], x.shape[-2:]
+    front = 2 * {"sigmoid": n, "softmax": n * n}.get(chart, 0) if writes else 0
+    return (*lead, d), (*lead, n), (*lead, n if writes else 0), (*lead, len(b), b.shape[1] - front)
 
 
 def draw_look(
-    n: int, d: int, lead: tuple[int, ...], entries: int, chart: str, dtype: torch.dtype, device: str = "cpu"
-) -> list[Tensor]:
-    """Streams and parameters of a call; streams of a mean."""
+    n: int, d: int, lead: tuple[int, ...], entries: int, chart: str, dtype: torch.dtype, device: str = "cpu",
+    scales: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Streams and parameters of a call; streams of a mean. scales: fewer than one of every entry."""
     groups = n if chart == "first" else 1
     width = n * d // groups
-    phi, a, b = (torch.randn(s, device=device) for s in ((entries, width), (entries,), (groups, entries)))
+    shapes = (entries, width), (scales or entries,), (groups, entries)
+    phi, a, b = (torch.randn(s, device=device) for s in shapes)
     return [(torch.randn(*lead, n, d, device=device) + 0.3).to(dtype), phi * width**-0.5, a, b]
 
 
 def look_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[float]:
-    """Of x_in, pre, entries, x and the gradients of x, phi, a, b against float64, relative to whole tensors."""
+    """Of x_in, pre, k, the rest, x and the gradients of x, phi, a, b against float64, relative to whole tensors."""
     x, _, _, b = given
 
-    def by_kernel(x: Tensor, phi: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return look(x, phi - phi.mean(-1, keepdim=True) if options.get("centred") else phi, a, b, chart, **options)
-
-    shapes = (x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape), x.shape)
-    directions = [torch.randn(s, device=x.device) for s in shapes]
-    directions[0], directions[3] = directions[0].to(x.dtype), directions[3].to(x.dtype)
-    got = gradients(by_kernel, given, directions)
+    directions = [torch.randn(s, device=x.device) for s in (*_told(x, b, chart, **options), x.shape)]
+    directions[0], directions[4] = directions[0].to(x.dtype), directions[4].to(x.dtype)
+    got = gradients(lambda *g: look(*g, chart, **options), given, directions)
     want = gradients(lambda *g: looked(*g, chart, **options), [t.double() for t in given], directions)
     return [((p - q).norm() / q.norm().clamp(min=1e-30)).item() for p, q in zip(got, want, strict=True)]
 
 
 def draw_follow(
     n: int, d: int, lead: tuple[int, ...], entries: int, chart: str, dtype: torch.dtype, device: str = "cpu",
-    mixes: bool = True, each: bool = True,
+    mixes: bool = True, each: bool = True, scales: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """What a write takes, and the parameters of a look at what it writes."""
     written = draw("write" if mixes else "write unmixed", n, d, lead, each, dtype, device)
-    written["x"], *parameters = draw_look(n, d, lead, entries, chart, dtype, device)
+    written["x"], *parameters = draw_look(n, d, lead, entries, chart, dtype, device, scales)
     return [*written.values(), *parameters]
 
 
 def follow_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[float]:
-    """Of X', x_in, pre, entries and the gradients of x, y, w, m if there is one, phi, a, b against float64, relative
-    to whole tensors, or to what as many numbers of size one are, or to what the gradient of a write is summed of."""
+    """Of X', x_in, pre, k, the rest and gradients of x, y, w, m if there is one, phi, a, b against float64, relative to
+    whole tensors, or to what as many numbers of size one are, or to what the gradient of a write is summed of."""
     x, b = given[0], given[-1]
 
     def parts(g: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         (x, y, w), mixing, (phi, a, b) = g[:3], g[3:-3], g[-3:]
-        phi = phi - phi.mean(-1, keepdim=True) if options.get("centred") else phi
         return x, y, w, mixing[0] if mixing else None, phi, a, b
 
     def rounded(made: Tensor) -> Tensor:
@@ -168,10 +177,9 @@ def follow_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[f
         x, y, w, m, *parameters = parts(g)
         made = write(x, y, w, m)
         # what is looked at is what was written, rounded; what it hears goes on to what it was made of
-        return made, *looked(rounded(made), *parameters, chart, **options)[:3]  # type: ignore[arg-type]
+        return made, *looked(rounded(made), *parameters, chart, **options)[:4]  # type: ignore[arg-type]
 
-    shapes = (x.shape, x[..., 0, :].shape, x.shape[:-1], (*x.shape[:-2], *b.shape))
-    directions = [torch.randn(s, device=x.device) for s in shapes]
+    directions = [torch.randn(s, device=x.device) for s in (x.shape, *_told(x, b, chart, **options))]
     directions[:2] = [t.to(x.dtype) for t in directions[:2]]
     got = gradients(lambda *g: write_look(*parts(g), chart, **options), given, directions)
     exact = [t.double() for t in given]
@@ -181,11 +189,11 @@ def follow_errors(given: Sequence[Tensor], chart: str, **options: Any) -> list[f
     count = len(given) - 3
     after = rounded(write(*exact[:count]))
     heard = gradients(
-        lambda *apart: looked(after, *parts(exact)[4:], chart, **options, apart=apart)[:3], [after] * 3, directions[1:]
-    )[3:]
+        lambda *apart: looked(after, *parts(exact)[4:], chart, **options, apart=apart)[:4], [after] * 3, directions[1:]
+    )[4:]
     squares = sum((g.square() for g in heard), directions[0].double().square())
     terms = gradients(write, [t.square() for t in exact[:count]], [squares])[1:]  # a bilinear map: sums of squares
-    least = [0.0] * 4 + [t.sum().sqrt().item() for t in terms] + [0.0] * 3
+    least = [0.0] * 5 + [t.sum().sqrt().item() for t in terms] + [0.0] * 3
     return [
         ((p - q).norm() / q.norm().clamp(min=max(max(q.numel(), 1) ** 0.5, size))).item()
         for p, q, size in zip(got, want, least, strict=True)

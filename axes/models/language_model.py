@@ -11,7 +11,7 @@ T = 1, the recurrent one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, final
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from axes import catalogue
 from axes.depth.base import Streams
+from axes.depth.lines import Before
 from axes.depth.stack import require_recompute, through
 from axes.errors import AxesError, ShapeError
 from axes.kernels.blocks.products import is_plain, products
@@ -118,6 +119,11 @@ def _norm_by_kernel(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     return add_norm(x, None, cast(Tensor, norm.weight), _EPS, dtype)[1]
 
 
+def _norm_facts(norm: nn.Module) -> tuple[torch.dtype]:
+    """The dtype that it is taken in."""
+    return (taken_in(cast(Tensor, norm.weight)),)
+
+
 @final
 class SwiGLU(nn.Module):
     """y = W_out (silu(W_gate x) * W_in x), hidden width 8/3 of the width, rounded up to a multiple of 16."""
@@ -164,6 +170,8 @@ class Trunk(nn.Module):
         stream_dtype: of what sublayers read and add to; None for that of what enters, the embedding's. Norms are in
             the dtype of their weights, whatever it is.
     """
+
+    _norms_before: Sequence[Before] = ()  # made by the first call that takes norms where a sublayer is read
 
     def __init__(
         self,
@@ -257,12 +265,13 @@ class Trunk(nn.Module):
                 y, after[index // 2] = layer(x, memories[index // 2], mask=mask, cu_seqlens=cu_seqlens)
             return y
 
-        sublayers = [partial(sublayer, index) for index in range(len(mixers))]
         streams, recompute = mixers[0].expand(x), self.architecture.recompute
+        before = self._before(x) if around is None and not recompute else None
+        sublayers = [partial(sublayer, index, normed=before is not None) for index in range(len(mixers))]
         if around is None and not recompute and self.no_norms_by_kernel(x) is None:
             return self._added(sublayer, streams), tuple(after)
         if around is None:
-            streams = through(sublayers, mixers, streams, recompute)
+            streams = through(sublayers, mixers, streams, recompute, before)
         else:
             for first in range(0, len(mixers), 2):
                 both = slice(first, first + 2)
@@ -273,12 +282,21 @@ class Trunk(nn.Module):
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         """In a dtype that products with weights take, where streams have one of their own and no norm converts it."""
         if no_norm_by_kernel(norm, x) is None:
-            normed: Tensor = repeated(norm, _norm_by_kernel, (x,), taken_in(cast(Tensor, norm.weight)))
+            normed: Tensor = repeated(norm, _norm_by_kernel, (x,), *_norm_facts(norm))
             return normed
         y: Tensor = norm(x)
         if self.stream_dtype is None:
             return y
         return y.to(torch.promote_types(y.dtype, taken_in(self.embedding.weight)))
+
+    def _before(self, x: Tensor) -> Sequence[Before] | None:
+        """The norms before sublayers, to be taken where these are read, or None where torch's operations take one."""
+        if any(no_norm_by_kernel(norm, x) is not None for norm in self.norms):
+            return None
+        known, pairs = self._norms_before, list(zip(self.mixers, self.norms, strict=True))
+        if [(b.mixer, b.module) for b in known] != pairs:  # modules are compared as themselves
+            self._norms_before = [Before(mixer, norm, _norm_by_kernel, _norm_facts) for mixer, norm in pairs]
+        return self._norms_before
 
     def no_norms_by_kernel(self, x: Tensor) -> str | None:
         """Why a sublayer's output is added and the next norm taken by torch's operations, or None if one launch does

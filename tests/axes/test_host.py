@@ -41,10 +41,10 @@ TOKENS = {
 
 # of a write of streams and the next read of them
 MIXED = {
-    "hyper-connections": ((20, 1), (29, 1)),
-    "dynamic-hyper-connections": ((52, 4), (73, 4)),
-    "mhc": ((45, 6), (59, 6)),
-    "jpmhc": ((45, 5), (59, 5)),
+    "hyper-connections": ((17, 1), (26, 1)),
+    "dynamic-hyper-connections": ((43, 4), (63, 5)),
+    "mhc": ((35, 5), (43, 6)),
+    "jpmhc": ((39, 6), (43, 7)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Reads, writes, parts and links of residual streams in Triton's interpreter, against float64; what the entries refuse.
+"""Reads, writes and links of residual streams in Triton's interpreter, against float64; what the entries refuse.
 
 The interpreter is chosen when Triton is imported, so the kernels run in a process of their own.
 """
@@ -20,7 +20,6 @@ from axes.kernels.streams.cayley import cayley
 from axes.kernels.streams.follow import write_look
 from axes.kernels.streams.look import look
 from axes.kernels.streams.mix import mix_read, mix_write, mix_write_read
-from axes.kernels.streams.parts import parts
 from axes.kernels.streams.sinkhorn import sinkhorn
 from tests.interpreter import interpret
 
@@ -174,12 +173,12 @@ else:
 LOOKS = r"""
 import torch
 from tests.streams import draw_look, look_errors
-from axes.kernels.streams import look as module, mix
+from axes.kernels.streams import look as module, mix, predict
 
 torch.manual_seed(0)
 
-def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, **options):
-    found = look_errors(draw_look(n, d, lead, entries, chart, dtype), chart, **options)
+def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, scales=None, **options):
+    found = look_errors(draw_look(n, d, lead, entries, chart, dtype, scales=scales), chart, **options)
     assert max(found) < bound, (n, d, lead, entries, chart, dtype, found)
 
 check(4, 24, (2, 3), 24, "sigmoid")
@@ -188,17 +187,22 @@ check(3, 20, (5,), 27, "softmax", centred=True)
 check(2, 80, (3,), 11, "softmax", tanh=True)
 check(3, 24, (35,), 5, "first", tanh=True)
 check(16, 7, (2,), 40, "sigmoid")
+check(4, 24, (35,), 24, "sigmoid", scales=3, writes=True)
+check(3, 20, (5,), 6, "sigmoid", scales=2, writes=True)
+check(3, 20, (35,), 27, "softmax", centred=True, scales=1, writes=True)
+check(3, 20, (5,), 20, "softmax", tanh=True, scales=4, writes=True)
+check(2, 9, (0,), 6, "sigmoid", writes=True)
 check(1, 8, (), 1, "first", centred=True)
 check(4, 40, (9,), 32, "sigmoid", torch.float16, 1e-3)
 
 # beside streams of bfloat16 entries and gradients of parameters come from phi in two terms
 def check_terms(n, d, lead, entries, chart, **options):
     found = look_errors(draw_look(n, d, lead, entries, chart, torch.bfloat16), chart, **options)
-    seen, pre, told, again, dx, *parameters = found
-    assert max(seen, again, dx) < 1e-2 and max(pre, told, *parameters) < 1e-4, (n, d, lead, entries, chart, found)
+    seen, pre, k, told, again, dx, *parameters = found
+    assert max(seen, again, dx) < 1e-2 and max(pre, k, told, *parameters) < 1e-4, (n, d, lead, entries, chart, found)
 
 check_terms(4, 40, (9,), 24, "sigmoid")
-check_terms(4, 70, (35,), 48, "softmax", centred=True)
+check_terms(4, 70, (35,), 48, "softmax", centred=True, writes=True)
 check_terms(3, 24, (35,), 5, "first", tanh=True)
 check_terms(4, 8, (2,), 70, "sigmoid")
 
@@ -215,7 +219,7 @@ class Without:
     def __getitem__(self, grid):
         def launch(*given, **options):
             back[grid](*given, **options)
-            given[9].zero_()
+            given[10].zero_()
         return launch
 module._back = Without()
 try:
@@ -236,6 +240,23 @@ else:
 check(4, 24, (70,), 24, "sigmoid")
 check(3, 24, (70,), 5, "first", tanh=True)
 mix._PROGRAMS = programs
+for lines in (1, 128, 8192):  # numbers in parts of the gradients of a and b that are added at a time
+    predict._LINES = lines
+    check(4, 24, (150,), 24, "sigmoid", scales=3, writes=True)
+    check(3, 24, (150,), 5, "first", tanh=True)
+names = predict._chart.kernel.fn.__globals__  # and a scale of another entry's, and parts that are left out
+added = names["_added"]
+for name, wrong, given in (
+    ("_scale", lambda c, N, C, SCALES: (c + 1) // N, (4, 24, (9,), 12, "sigmoid")),
+    ("_added", lambda x, at, inside, count, step: added.fn(x, at, inside, 1, step), (4, 24, (700,), 12, "sigmoid")),
+):
+    kept, names[name] = names[name], wrong
+    try:
+        check(*given, scales=3)
+    except AssertionError:
+        names[name] = kept
+    else:
+        raise AssertionError("a planted error was not found")
 """
 
 FOLLOWED = r"""
@@ -245,13 +266,15 @@ from axes.kernels.streams import follow, look, mix
 
 torch.manual_seed(0)
 
-def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, mixes=True, each=True, **options):
-    found = follow_errors(draw_follow(n, d, lead, entries, chart, dtype, mixes=mixes, each=each), chart, **options)
+def check(n, d, lead, entries, chart, dtype=torch.float32, bound=1e-6, mixes=True, each=True, scales=None, **options):
+    given = draw_follow(n, d, lead, entries, chart, dtype, mixes=mixes, each=each, scales=scales)
+    found = follow_errors(given, chart, **options)
     assert max(found) < bound, (n, d, lead, entries, chart, dtype, found)
 
 check(4, 24, (2, 3), 24, "sigmoid")
+check(4, 24, (2, 3), 24, "sigmoid", scales=3, writes=True)
 check(2, 70, (67,), 5, "sigmoid", floor=1e-3, eps=0.5, mixes=False)
-check(3, 20, (5,), 27, "softmax", centred=True)
+check(3, 20, (5,), 27, "softmax", centred=True, scales=1, writes=True)
 check(3, 24, (5,), 5, "first", tanh=True, each=False)
 programs, mix._PROGRAMS = mix._PROGRAMS, 2  # several programs go through several tiles each
 check(4, 80, (40,), 24, "sigmoid")
@@ -273,46 +296,9 @@ except AssertionError:
 else:
     raise AssertionError("a planted error was not found")
 given = follow._backward  # and a gradient that does not go on to what was written
-follow._follows.backward = lambda *g: given(*g[:13], None, *g[14:])
+follow._follows.backward = lambda *g: given(*g[:14], None, *g[15:])
 try:
     check(4, 24, (6,), 24, "sigmoid")
-except AssertionError:
-    pass
-else:
-    raise AssertionError("a planted error was not found")
-"""
-
-PARTS = r"""
-import torch
-from axes.kernels.streams import parts as module
-from tests.streams import gradients
-
-torch.manual_seed(0)
-
-def meant(entries, first, n, factor):
-    return factor * entries[..., first : first + n].sigmoid(), entries[..., first + n :].clone()
-
-def check(lead, C, first, n, factor=2.0):
-    entries = 3 * torch.randn(*lead, C)
-    pushes = [torch.randn(*lead, n), torch.randn(*lead, C - first - n)]
-    got = gradients(lambda e: module.parts(e, first, n, factor), [entries], pushes)
-    want = gradients(lambda e: meant(e, first, n, factor), [entries.double()], pushes)
-    for x, w in zip(got, want):
-        assert x.shape == w.shape and (x - w).norm() <= 1e-6 * w.norm(), (lead, C, first, n)
-    for i in range(2):  # one of the two is not used
-        (one,) = torch.autograd.grad(module.parts(e := entries.requires_grad_(), first, n, factor)[i].sum(), e)
-        (two,) = torch.autograd.grad(meant(e := entries.requires_grad_(), first, n, factor)[i].sum(), e)
-        assert torch.allclose(one, two, atol=1e-6)
-
-check((2, 70), 24, 4, 4)
-check((5,), 8, 4, 4)
-check((3,), 9, 2, 3, 0.5)
-check((), 6, 0, 6)
-check((0,), 6, 2, 3)
-sigmoid, names = module._sigmoid.fn, module._part_backward.kernel.fn.__globals__
-names["_sigmoid"] = lambda x: sigmoid(1.1 * x)  # an error is found
-try:
-    check((5,), 24, 4, 4)
 except AssertionError:
     pass
 else:
@@ -355,10 +341,6 @@ def test_projected_coefficients() -> None:
 
 def test_a_write_and_what_the_next_sublayer_predicts() -> None:
     interpret(FOLLOWED)
-
-
-def test_parts_of_entries() -> None:
-    interpret(PARTS)
 
 
 def test_two_terms_of_bfloat16_are_sixteen_bits() -> None:
@@ -406,8 +388,9 @@ PHI, A, B = torch.zeros(6, 32), torch.zeros(6), torch.zeros(1, 6)
         (lambda: look(X, PHI, A, B, "sigmoid"), "need a CUDA device"),
         (lambda: write_look(X, Y[0], W, M, PHI, A, B, "sigmoid"), "write_look: y is"),
         (lambda: write_look(X, Y, W, M, PHI[:, 1:], A, B, "sigmoid"), "need a CUDA device"),
-        (lambda: parts(torch.zeros(3, 4), 2, 3, 1.0), "at least first"),
-        (lambda: parts(torch.zeros(3, 4), 1, 2, 1.0), "need a CUDA device"),
+        (lambda: look(X, PHI, A, B, "sigmoid", writes=True), r"b is \(1, C\) with C from 8 to 128"),
+        (lambda: look(X, PHI, A, B, "first", writes=True), "the last without writes"),
+        (lambda: look(X, PHI, A[:3], B, "sigmoid"), r"a is \(6,\), or has up to 2 numbers for 4 entries each"),
         (lambda: sinkhorn(torch.zeros(3, 4), 20), r"\(\.\.\., n, n\)"),
         (lambda: sinkhorn(torch.zeros(17, 17), 20), "n from 1 to 16"),
         (lambda: sinkhorn(M, 0), "pairs from 1"),

@@ -223,3 +223,49 @@ assert len(followed) == 2, len(followed)
 same(mine, by_python(lambda: gradients(0)))
 """
     )
+
+
+def test_a_norm_before_a_sublayer_is_in_the_line_of_its_read() -> None:
+    interpret(
+        PROGRAM
+        + r"""
+from axes.depth import through
+from axes.depth.lines import Before
+from axes.models.language_model import RMSNorm, _norm_by_kernel, _norm_facts
+mixers, norms = network("mhc", "mhc"), [RMSNorm(4) for _ in range(2)]
+for norm in norms:
+    norm.weight.data.add_(0.3 * torch.randn(4))
+before = [Before(mixer, norm, _norm_by_kernel, _norm_facts) for mixer, norm in zip(mixers, norms)]
+wanted = [p for module in before for p in module.parameters()]
+h = tokens()
+
+def gradients(joined):
+    sublayers = [torch.tanh if joined else lambda x, b=b: torch.tanh(b(x)) for b in before]
+    out = through(sublayers, mixers, mixers[0].expand(h), before=before if joined else None)
+    return [out, *torch.autograd.grad(out.square().sum(), [h, *wanted], allow_unused=True)]
+
+counts = {}
+for joined in (True, False):
+    for _ in range(2):
+        gradients(joined)
+    followed.clear()
+    mine = gradients(joined)
+    counts[joined] = len(followed)
+    same(mine, by_python(lambda: gradients(joined)))
+    if joined:
+        first = mine
+assert counts == {True: 4, False: 5}, counts  # the first norm is beside its read
+same(first, mine)
+mixers[1].implementation = "torch"  # what is read by torch's products is normed after all
+a, b = gradients(True), gradients(False)
+same(a, b)
+assert not torch.equal(norms[1].weight, torch.ones(4)) and a[-1].norm() > 0
+for wrong in ({"recompute": 1, "before": before}, {"before": before[:1]}):
+    try:
+        through([torch.tanh] * 2, mixers, mixers[0].expand(h), **wrong)
+    except ShapeError as error:
+        assert "without recompute" in str(error), error
+    else:
+        raise AssertionError(wrong)
+"""
+    )

@@ -127,12 +127,21 @@ class Look:
     dtype: torch.dtype = BF
     tanh: bool = False
     centred: bool = False
+    writes: bool = False
+    scales: int | None = None
+
+    def options(self) -> dict[str, bool]:
+        return {"tanh": self.tanh, "centred": self.centred, "writes": self.writes}
 
     def __str__(self) -> str:
         return " ".join(f"{n}={x}".replace("torch.", "") for n, x in vars(self).items())
 
 
-FORMS = ({}, {"chart": "softmax", "entries": 48, "centred": True}, {"chart": "first", "entries": 6, "tanh": True})
+FORMS = (
+    {}, {"writes": True, "scales": 3},
+    {"chart": "softmax", "entries": 48, "centred": True, "writes": True, "scales": 1},
+    {"chart": "first", "entries": 6, "tanh": True},
+)  # fmt: skip
 LOOKS = [Look(dtype=dtype, tokens=t, **form) for form in FORMS for dtype in (BF, HALF, FULL) for t in (300, 5000)]  # type: ignore[arg-type]
 LOOKS += [Look(d=d, tokens=t, **form) for form in FORMS for d in (1, 7, 100, 129, 5120) for t in (1, 2, 67)]  # type: ignore[arg-type]
 LOOKS += [Look(n=n, d=512, entries=e, dtype=dtype) for n, e in ((2, 8), (3, 15), (4, 4), (8, 80), (10, 120), (16, 16))
@@ -143,25 +152,26 @@ LOOKS += [Look("softmax", 3, 512, entries=27, centred=True), Look("first", 16, 5
 @pytest.mark.parametrize("case", LOOKS, ids=str)
 def test_projected_coefficients(case: Look) -> None:
     found = measure_look(case)
-    rounded, exact = (found[0], found[4]), (*found[1:4], *found[5:])  # x_in and the gradient of x are of its dtype
+    # x_in, x and the gradient of x are of its dtype
+    rounded, exact = (found[0], found[4], found[5]), (*found[1:4], *found[6:])
     assert max(rounded) < BOUNDS[case.dtype] and max(exact) < {FULL: 1e-5, HALF: 5e-5, BF: 1e-4}[case.dtype], found
 
 
 def measure_look(case: Look) -> list[float]:
     torch.manual_seed(0)
-    given = draw_look(case.n, case.d, (case.tokens,), case.entries, case.chart, case.dtype, "cuda")
-    return look_errors(given, case.chart, tanh=case.tanh, centred=case.centred)
+    given = draw_look(case.n, case.d, (case.tokens,), case.entries, case.chart, case.dtype, "cuda", case.scales)
+    return look_errors(given, case.chart, **case.options())
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_projected_coefficients_are_the_same_bits_again(form: dict[str, object]) -> None:
     torch.manual_seed(0)
     case = Look(tokens=20_000, **form)  # type: ignore[arg-type]
-    given = draw_look(4, 2048, (case.tokens,), case.entries, case.chart, BF, "cuda")
+    given = draw_look(4, 2048, (case.tokens,), case.entries, case.chart, BF, "cuda", case.scales)
 
     def run() -> tuple[torch.Tensor, ...]:
         def call(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return look.look(*given, case.chart, tanh=case.tanh, centred=case.centred)
+            return look.look(*given, case.chart, **case.options())
 
         with torch.no_grad():
             directions = [torch.sin(o.float()).to(o.dtype) for o in call(*given)]
@@ -180,8 +190,8 @@ def test_projected_coefficients_are_the_same_bits_again(form: dict[str, object])
 def test_a_write_and_what_the_next_sublayer_predicts(case: Look, mixes: bool) -> None:
     torch.manual_seed(0)
     drawn = case.n, case.d, (case.tokens,), case.entries, case.chart, case.dtype, "cuda"
-    found = follow_errors(draw_follow(*drawn, mixes=mixes), case.chart, tanh=case.tanh, centred=case.centred)
-    parameters = found[2:4] + found[-3:]  # with pre and entries: of float32, from streams that round where they differ
+    found = follow_errors(draw_follow(*drawn, mixes=mixes, scales=case.scales), case.chart, **case.options())
+    parameters = found[2:5] + found[-3:]  # with pre, k and entries: float32, from streams that round where they differ
     exact = {FULL: 1e-5, HALF: 2e-4, BF: 5e-4}[case.dtype]
     assert max(found) < BOUNDS[case.dtype] and max(parameters) < exact, found
 
@@ -190,10 +200,10 @@ def test_a_write_and_what_the_next_sublayer_predicts(case: Look, mixes: bool) ->
 def test_a_write_and_what_it_predicts_are_the_same_bits_again(form: dict[str, object]) -> None:
     torch.manual_seed(0)
     case = Look(tokens=20_000, **form)  # type: ignore[arg-type]
-    given = draw_follow(4, 2048, (case.tokens,), case.entries, case.chart, BF, "cuda")
+    given = draw_follow(4, 2048, (case.tokens,), case.entries, case.chart, BF, "cuda", scales=case.scales)
 
     def call(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return follow.write_look(*given, case.chart, tanh=case.tanh, centred=case.centred)  # type: ignore[arg-type]
+        return follow.write_look(*given, case.chart, **case.options())  # type: ignore[arg-type]
 
     with torch.no_grad():
         directions = [torch.sin(o.float()).to(o.dtype) for o in call(*given)]
@@ -268,8 +278,8 @@ def test_operators() -> None:
     opcheck(mix._writes.operator, (a(6, 4, 40), a(6, 4, 4), a(6, 40), a(4), True))
     opcheck(mix._writes.operator, (a(6, 4, 40), None, a(6, 40), a(6, 4), True))
     opcheck(mix._writes_and_reads.operator, (a(6, 4, 40), a(4, 4), a(6, 40), a(6, 4), a(4), True))
-    together = a(24, 160), a(24), a(1, 24), "sigmoid", False, False
-    alone = a(6, 40), a(6), a(4, 6), "first", True, True
+    together = a(24, 160), a(3), a(1, 24), "sigmoid", True, False, False
+    alone = a(6, 40), a(6), a(4, 6), "first", False, True, True
     for given in (together, alone):
         opcheck(look._looks.operator, (a(6, 4, 40), *given, 1e-6, 0.0, True))
         opcheck(follow._follows.operator, (a(6, 4, 40), a(6, 4, 4), a(6, 40), a(6, 4), *given, 1e-6, 0.0, True))
@@ -414,10 +424,10 @@ def times() -> None:
     report("cayley", lambda z: cayley.cayley(z, 0.1), [torch.randn(32_768, 4, 4, device="cuda")])
     for form in FORMS:
         case = Look(**form)  # type: ignore[arg-type]
-        given = draw_look(*SIZE, case.entries, case.chart, BF, "cuda")
+        given = draw_look(*SIZE, case.entries, case.chart, BF, "cuda", case.scales)
 
         def call(*x: torch.Tensor, case: Look = case) -> tuple[torch.Tensor, ...]:
-            return look.look(*x, case.chart, tanh=case.tanh, centred=case.centred)
+            return look.look(*x, case.chart, **case.options())
 
         report(f"look {case.chart}", call, given)
         launches(f"look {case.chart}", lambda call=call, given=given: whole(call, given))

@@ -94,8 +94,8 @@ def checked(what: str, dtype: torch.dtype) -> float:
     torch.manual_seed(0)
     n, d, _ = SIZES[dtype]
     if what.startswith("look"):
-        found = look_errors(draw_look(n, d, (FEW,), 24, "sigmoid", dtype, "cuda"), "sigmoid")
-        wide = {0, 4}  # x_in and the gradient of x
+        found = look_errors(draw_look(n, d, (FEW,), 24, "sigmoid", dtype, "cuda", 3), "sigmoid", writes=True)
+        wide = {0, 5}  # x_in and the gradient of x
     else:
         found = errors(what, draw(what, n, d, (FEW,), True, dtype, "cuda"))
         wide = set(range(len(found)))
@@ -115,14 +115,14 @@ def compiled(title: str, setting: Setting) -> float:
 def called(what: str, dtype: torch.dtype) -> Callable[[], object]:
     """A forward, or a backward with what its forward keeps; a read gets the gradient of a write too."""
     n, d, lead = SIZES[dtype]
-    options = "sigmoid", False, False, 1e-6, 0.0
+    options = "sigmoid", True, False, False, 1e-6, 0.0
     if what == "look forward":
-        x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda")
+        x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda", 3)
         return lambda: look._forward(x, *rest, *options, True)
     if what == "look":
-        x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda")
-        pre, entries, seen, kept = look._forward(x, *rest, *options, True)
-        given = [torch.randn_like(t) for t in (entries, seen, x)]
+        x, *rest = draw_look(n, d, lead, 24, "sigmoid", dtype, "cuda", 3)
+        pre, k, others, seen, kept = look._forward(x, *rest, *options, True)
+        given = [torch.randn_like(t) for t in (k, others, seen, x)]
         return lambda: look._backward(x, *rest, *options, [pre, *kept], None, *given)
     drawn = draw(what, n, d, lead, True, dtype, "cuda")
     x, y, w, m, r = (drawn.get(name) for name in "xywmr")

@@ -4,11 +4,16 @@
     pre     = chart(entries),   x = sum_j pre_j X_j
 
 X^ is vec(X) (n d), or every stream by itself (d): one row of entries for a token, or one for each stream. Where it is
-centred, s is that of X^ less its mean, and phi has rows of mean zero, which is what centring X^ does to u.
+centred, s is that of X^ less its mean, and rows of phi are taken less their means, which is what centring X^ does to u.
 
     "sigmoid"   pre_j = sigmoid(entries_j) + floor
     "softmax"   pre_j = mean_i softmax_j(entries_ij), of n x n entries
     "first"     pre_j = the first entry of stream j
+
+With `writes` as many entries behind these make k (n), and `rest` are those behind them:
+
+    "sigmoid"   k_j = 2 sigmoid(entries_n+j)
+    "softmax"   k_i = sum_j softmax_i(entries_ij)
 
 Forward: X is read for u and s, parts of sums over columns are added and charted, and X is read again for x. Backward,
 with e = d entries and r = u s:
@@ -36,12 +41,25 @@ from axes.kernels.common.operators import Differentiable
 from axes.kernels.common.sizes import cdiv, power_of_2
 from axes.kernels.streams import ENTRIES, LARGEST
 from axes.kernels.streams.mix import _Cut, _forward_read, _places, _spread, _stream, _sums, _tell
-from axes.kernels.streams.predict import TERMS, Shape, _activated, _added, _chart, _project, _rows, split
+from axes.kernels.streams.predict import (
+    TERMS,
+    Shape,
+    _activated,
+    _added,
+    _chart,
+    _project,
+    _rows,
+    _scale,
+    centred,
+    split,
+    summed,
+)  # fmt: skip
 
 CHARTS = ("sigmoid", "softmax", "first")
-_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages; wide: of many entries
-    "project": (128, 64, 8, 3), "project, wide": (64, 64, 8, 3), "give": (32, 128, 8, 3), "give, wide": (32, 64, 4, 3),
-    "give, tf32": (16, 128, 4, 2), "give, tf32, wide": (16, 32, 4, 2),
+_LAUNCH = {  # of each, tokens and columns of a tile, warps, stages; wide: of more than 32 entries, widest: than 64
+    "project": (64, 64, 4, 3), "project, tf32": (128, 64, 8, 3), "project, widest": (64, 64, 8, 3),
+    "give": (32, 128, 8, 3), "give, wide": (16, 128, 4, 3), "give, widest": (32, 64, 4, 3),
+    "give, tf32": (16, 128, 4, 2), "give, tf32, wide": (16, 32, 4, 2), "give, tf32, widest": (16, 32, 4, 2),
 }  # fmt: skip
 _WARPS = 4  # of the others
 
@@ -69,55 +87,72 @@ def _shown(dpre, given, at, mask, parts, step):
 
 
 @triton.jit
-def _entry(raw, a, b, row, at, mask, C: tl.constexpr, TANH: tl.constexpr):
+def _entry(raw, a, b, row, at, mask, N: tl.constexpr, C: tl.constexpr, SCALES: tl.constexpr, TANH: tl.constexpr):
     """Entries of rows again, of the one group that there is."""
     f, slope = _activated(tl.load(raw + (row * C)[:, None] + at[None, :], mask=mask, other=0.0), TANH)
-    return tl.load(a + at)[None, :] * f + tl.load(b + at)[None, :]
+    return tl.load(a + _scale(at, N, C, SCALES))[None, :] * f + tl.load(b + at)[None, :]
+
+
+@triton.jit
+def _unsoftmaxed(raw, a, b, entry, dshare, given, row, there, inside, c, first, parts, step, BESIDE: tl.constexpr,
+                 ALONG: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, SCALES: tl.constexpr,
+                 TANH: tl.constexpr):  # fmt: skip
+    """What the entries of n softmaxes hear, as `_softmaxes` has them, of the gradient of their sums."""
+    place = c - first
+    matrix = (place >= 0) & (place < N * N)
+    of, begin = inside & matrix[None, :], tl.where(matrix, first + place // BESIDE % N * BESIDE, 0)
+    top = tl.full([there.shape[0], SIDE], float("-inf"), tl.float32)
+    for k in range(N):
+        top = tl.maximum(top, _entry(raw, a, b, row, begin + k * ALONG, of, N, C, SCALES, TANH))
+    total = tl.zeros([there.shape[0], SIDE], tl.float32)
+    shown = tl.zeros([there.shape[0], SIDE], tl.float32)
+    for k in range(N):
+        weight = tl.exp(_entry(raw, a, b, row, begin + k * ALONG, of, N, C, SCALES, TANH) - top)
+        heard = _shown(dshare, given, row * N + k, there, parts, step)
+        total += weight
+        shown += weight * heard[:, None]
+    heard = _shown(dshare, given, (row * N)[:, None] + (place // ALONG % N)[None, :], of, parts, step)
+    return tl.where(of, tl.exp(entry - top) / total * (heard - shown / total), 0.0)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _back(
-    raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, tokens, width, parts,
-    N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, CHART: tl.constexpr,
-    TANH: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
+    raw, units, a, b, dpre, given, dk, drest, du, few, slopes, da, db, tokens, width, parts,
+    N: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr, SIDE: tl.constexpr, SCALES: tl.constexpr,
+    BEHIND: tl.constexpr, CHART: tl.constexpr, TANH: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Through the chart and the norm: du = s dr, in TERMS of few bits too, slopes = -s^2 <r, dr> / W, parts of da and
+    """Through the charts and the norm: du = s dr, in TERMS of few bits too, slopes = -s^2 <r, dr> / W, parts of da and
     db over tokens."""
     group, token, there, row = _rows(tokens, GROUPS, ROWS)
     c = tl.arange(0, SIDE)
     inside, at = there[:, None] & (c < C)[None, :], (row * C)[:, None] + c[None, :]
     step = tokens.to(tl.int64) * N
     r = tl.load(raw + at, mask=inside, other=0.0)
-    scale, shift = tl.load(a + c, mask=c < C, other=0.0), tl.load(b + group * C + c, mask=c < C, other=0.0)
+    scale = tl.load(a + _scale(c, N, C, SCALES), mask=c < C, other=0.0)
     f, slope = _activated(r, TANH)
+    entry = scale[None, :] * f + tl.load(b + group * C + c, mask=c < C, other=0.0)[None, :]
     grad = tl.zeros([ROWS, SIDE], tl.float32)
-    if dentries is not None:
-        grad += tl.load(dentries + at, mask=inside, other=0.0)
+    if drest is not None:
+        behind = inside & (c >= BEHIND)[None, :]
+        grad += tl.load(drest + (row * (C - BEHIND))[:, None] + (c - BEHIND)[None, :], mask=behind, other=0.0)
     if CHART == "first":
         grad += _shown(dpre, given, row[:, None] + c[None, :], inside & (c < 1)[None, :], parts, step)
     elif CHART == "sigmoid":
         of, place = inside & (c < N)[None, :], (row * N)[:, None] + c[None, :]
-        share = 1.0 / (1.0 + tl.exp(-(scale[None, :] * f + shift[None, :])))
-        grad += _shown(dpre, given, place, of, parts, step) * share * (1.0 - share)
-    else:
-        matrix = c < N * N
-        of, first = inside & matrix[None, :], tl.where(matrix, c // N * N, 0)
-        top = tl.full([ROWS, SIDE], float("-inf"), tl.float32)
-        for k in range(N):
-            top = tl.maximum(top, _entry(raw, a, b, row, first + k, of, C, TANH))
-        total = tl.zeros([ROWS, SIDE], tl.float32)
-        shown = tl.zeros([ROWS, SIDE], tl.float32)
-        for k in range(N):
-            weight = tl.exp(_entry(raw, a, b, row, first + k, of, C, TANH) - top)
-            line = row * N + k
-            heard = _shown(dpre, given, line, there, parts, step)
-            total += weight
-            shown += weight * heard[:, None]
-        place = (row * N)[:, None] + (c % N)[None, :]
+        share = 1.0 / (1.0 + tl.exp(-entry))
         heard = _shown(dpre, given, place, of, parts, step)
-        weight = tl.exp(scale[None, :] * f + shift[None, :] - top) / total
-        grad += tl.where(of, weight * (heard - shown / total) / N, 0.0)
+        if dk is not None:
+            heard += 2.0 * tl.load(dk + place - N, mask=inside & ((c >= N) & (c < BEHIND))[None, :], other=0.0)
+        grad += heard * share * (1.0 - share)
+    else:
+        grad += _unsoftmaxed(
+            raw, a, b, entry, dpre, given, row, there, inside, c, 0, parts, step, N, 1, N, C, SIDE, SCALES, TANH
+        ) / N  # fmt: skip
+        if dk is not None:
+            grad += _unsoftmaxed(
+                raw, a, b, entry, dk, None, row, there, inside, c, N * N, 1, step, 1, N, N, C, SIDE, SCALES, TANH
+            )
     tile = (tl.program_id(0).to(tl.int64)) * C
     tl.store(da + tile + c, tl.sum(grad * f, 0), mask=c < C)
     tl.store(db + tile + c, tl.sum(grad, 0), mask=c < C)
@@ -200,62 +235,71 @@ def _options(kernel: str, x: Tensor, side: int) -> dict[str, int]:
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
+def _behind(n: int, chart: str, writes: bool) -> int:
+    """Entries in front of the rest."""
+    return 0 if not writes else 2 * n if chart == "sigmoid" else 2 * n * n
+
+
 def _forward(
-    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    shape = Shape.of(x, b)
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, writes: bool, tanh: bool, centres: bool, eps: float,
+    floor: float, record: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    shape = Shape.of(x, a, b)
     if not x.numel():
-        return _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
-    options = _options("project" if shape.side <= 64 else "project, wide", x, shape.side)
+        return _empty(x, phi, a, b, chart, writes, tanh, centres, eps, floor, record)
+    terms = TERMS if x.dtype == torch.bfloat16 else 1
+    kernel = "project, widest" if shape.side > 64 else "project" if terms > 1 else "project, tf32"
+    options = _options(kernel, x, shape.side)
     rows, stages = shape.tokens * shape.groups, options.pop("num_stages")
     tiles = cdiv(rows, options["ROWS"])
     span, parts = _spread(cdiv(shape.width, options["COLUMNS"]), tiles)
     products = x.new_empty(parts, rows, shape.entries, dtype=torch.float32)
     moments = products.new_empty(parts, 2, rows)
-    pre, entries, _, kept = _empty(x, phi, a, b, chart, tanh, centred, eps, floor, record)
-    raw, units, means = kept if record else (entries, entries, entries)
-    terms = TERMS if x.dtype == torch.bfloat16 else 1
+    pre, k, rest, _, kept = _empty(x, phi, a, b, chart, writes, tanh, centres, eps, floor, record)
+    raw, units, means = kept[:3] if record else (rest, rest, rest)
+    phi = centred(phi) if centres else phi
+    kept = [*kept, phi] if record and centres else kept
     with layout.on_device(x):
         _project[(tiles * parts,)](
             x, split(x, phi) if terms > 1 else phi, products, moments, rows, shape.width, span,
-            C=shape.entries, SIDE=shape.side, CENTRED=centred, TERMS=terms, STAGES=stages, **options,
+            C=shape.entries, SIDE=shape.side, CENTRED=centres, TERMS=terms, STAGES=stages, **options,
         )  # fmt: skip
         _chart[(shape.tiles,)](
-            products, moments, a, b, pre, entries, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
-            **shape.constants(), ACROSS=power_of_2(shape.n), CHART=chart, TANH=tanh, CENTRED=centred, KEEP=record,
-            ROWS=shape.rows, num_warps=_WARPS,
+            products, moments, a, b, pre, k, rest, raw, units, means, shape.tokens, shape.width, parts, eps, floor,
+            **shape.constants(), BEHIND=_behind(shape.n, chart, writes), ACROSS=power_of_2(shape.n), CHART=chart,
+            TANH=tanh, CENTRED=centres, KEEP=record, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
-    return pre, entries, _forward_read(x, pre, False)[0], kept
+    return pre, k, rest, _forward_read(x, pre, False)[0], kept
 
 
 def _empty(
-    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    tokens, n, d = x.shape
-    entries = x.new_empty(tokens, *b.shape, dtype=torch.float32)
-    of_rows = (tokens, b.shape[0])
-    kept = [torch.empty_like(entries), entries.new_empty(of_rows), entries.new_empty(of_rows if centred else (0,))]
-    return entries.new_empty(tokens, n), entries, x.new_empty(tokens, d), kept if record else []
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, writes: bool, tanh: bool, centres: bool, eps: float,
+    floor: float, record: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    (tokens, n, d), (groups, entries) = x.shape, b.shape
+    raw = x.new_empty(tokens, groups, entries, dtype=torch.float32)
+    rest = raw.new_empty(tokens, groups, entries - _behind(n, chart, writes))
+    kept = [raw, raw.new_empty(tokens, groups), raw.new_empty(tokens if centres else 0, groups)]
+    pre, k = raw.new_empty(tokens, n), raw.new_empty(tokens, n if writes else 0)
+    return pre, k, rest, x.new_empty(tokens, d), kept if record else []
 
 
 def _backward(
-    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, tanh: bool, centred: bool, eps: float, floor: float,
-    kept: list[Tensor], given: Tensor | None, dentries: Tensor | None, dseen: Tensor | None,
-    more: Tensor | None = None,
+    x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, writes: bool, tanh: bool, centres: bool, eps: float,
+    floor: float, kept: list[Tensor], given: Tensor | None, dk: Tensor | None, drest: Tensor | None,
+    dseen: Tensor | None, more: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    pre, means = kept[0], kept[3]
     if not x.numel():
         return [torch.zeros_like(t) for t in (x, phi, a, b)]
-    shape, cut, dout = Shape.of(x, b), _Cut.of(x), torch.empty_like(x)
-    _, raw, units, _ = kept
+    shape, cut, dout = Shape.of(x, a, b), _Cut.of(x), torch.empty_like(x)
+    pre, raw, units, means, *instead = kept
     dseen = torch.zeros_like(x[:, 0]) if dseen is None else dseen
     dpre, du, slopes = _sums(x, shape.n), torch.empty_like(raw), torch.empty_like(units)
     da, db = (raw.new_empty(shape.tiles, shape.entries) for _ in range(2))
     count = TERMS if x.dtype == torch.bfloat16 else 0
     few = x.new_empty(count * raw.numel())
-    kernel = "give" + ("" if count else ", tf32") + (", wide" if shape.side > 32 else "")
+    size = "" if shape.side <= 32 else ", wide" if shape.side <= 64 else ", widest"
+    kernel = f"give{'' if count else ', tf32'}{size}"
     options = _options(kernel, x, shape.side)
     blocks, stages = shape.n * cdiv(shape.d, options["COLUMNS"]), options.pop("num_stages")
     span, splits = _spread(cdiv(shape.tokens, options["ROWS"]), blocks)
@@ -265,15 +309,17 @@ def _backward(
             x, dseen, dpre, shape.tokens, shape.d, N=shape.n, ROWS=cut.rows, COLUMNS=cut.columns, num_warps=_WARPS
         )
         _back[(shape.tiles,)](
-            raw, units, a, b, dpre, given, dentries, du, few, slopes, da, db, shape.tokens, shape.width, cut.parts,
-            **shape.constants(), CHART=chart, TANH=tanh, TERMS=count, ROWS=shape.rows, num_warps=_WARPS,
+            raw, units, a, b, dpre, given, dk if writes else None, drest, du, few, slopes, da, db, shape.tokens,
+            shape.width, cut.parts, **shape.constants(), BEHIND=_behind(shape.n, chart, writes), CHART=chart,
+            TANH=tanh, TERMS=count, ROWS=shape.rows, num_warps=_WARPS,
         )  # fmt: skip
         _give[(blocks * splits,)](
-            x, phi, pre, dseen, du, few, slopes, means, more, dout, dphi, shape.tokens, shape.d, span,
-            **shape.constants(), CENTRED=centred, TERMS=count,
-            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=stages, **options,
+            x, instead[0] if instead else phi, pre, dseen, du, few, slopes, means, more, dout, dphi, shape.tokens,
+            shape.d, span, N=shape.n, GROUPS=shape.groups, C=shape.entries, SIDE=shape.side, CENTRED=centres,
+            TERMS=count, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=stages, **options,
         )  # fmt: skip
-    return [dout, dphi.sum(0), da.sum(0), db.view(-1, shape.groups, shape.entries).sum(0)]
+    dphi, *others = summed(shape, phi, a, b, (dphi, da, db))
+    return [dout, centred(dphi) if centres else dphi, *others]
 
 
 _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=1, missing=True, passes=1)
@@ -282,18 +328,25 @@ _looks = Differentiable("look", _forward, _backward, _empty, gradients=4, reads=
 # ---- call ------------------------------------------------------------------------------------------------------------
 
 
-def _require(who: str, x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str) -> None:
+def _require(who: str, x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str, writes: bool) -> None:
     if x.ndim < 2 or not 1 <= x.shape[-2] <= LARGEST or not x.shape[-1]:
         raise ShapeError(f"{who}: streams are (..., n, d) with n from 1 to {LARGEST}, not {tuple(x.shape)}")
     n, d = x.shape[-2:]
     if x.dtype not in layout.DTYPES:
         raise ShapeError(f"{who}: streams are bf16, fp16 or fp32, not {x.dtype}")
-    if chart not in CHARTS:
-        raise ShapeError(f"{who}: chart is one of {', '.join(CHARTS)}, not {chart!r}")
+    if chart not in CHARTS or (writes and chart == "first"):
+        raise ShapeError(f"{who}: chart is one of {', '.join(CHARTS)}, the last without writes, not {chart!r}")
     groups, least = (n if chart == "first" else 1), {"first": 1, "sigmoid": n, "softmax": n * n}[chart]
+    least *= 1 + writes
     if b.ndim != 2 or b.shape[0] != groups or not least <= b.shape[1] <= ENTRIES:
         raise ShapeError(f"{who}: b is ({groups}, C) with C from {least} to {ENTRIES}, not {tuple(b.shape)}")
-    wanted = {"phi": (phi, (b.shape[1], n * d // groups)), "a": (a, (b.shape[1],)), "b": (b, tuple(b.shape))}
+    entries = b.shape[1]
+    if a.ndim != 1 or not (len(a) == entries or 1 <= len(a) <= -(-entries // n)):
+        raise ShapeError(
+            f"{who}: a is ({entries},), or has up to {-(-entries // n)} numbers for {n} entries each and the rest, not "
+            f"{tuple(a.shape)}"
+        )
+    wanted = {"phi": (phi, (entries, n * d // groups)), "a": (a, tuple(a.shape)), "b": (b, tuple(b.shape))}
     for name, (t, size) in wanted.items():
         if tuple(t.shape) != size:
             raise ShapeError(f"{who}: {name} is {size} beside streams {tuple(x.shape)}, not {tuple(t.shape)}")
@@ -305,19 +358,22 @@ def _require(who: str, x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str)
 
 def look(
     x: Tensor, phi: Tensor, a: Tensor, b: Tensor, chart: str,
-    *, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(x_in, pre, entries, x) of streams x (..., n, d): (..., d) in their dtype, (..., n) and (..., g, C) in float32.
+    *, writes: bool = False, tanh: bool = False, centred: bool = False, eps: float = 1e-6, floor: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(x_in, pre, k, rest, x) of streams x (..., n, d): (..., d) in their dtype, (..., n), (..., n or, without writes,
+    0) and the other entries, without writes all of them, (..., g, <= C) in float32.
 
     What is made of the x that it returns gives its gradient to the pass that writes the operator's own.
 
-    b (g, C) with g = 1 or, for every stream by itself, n; phi (C, n d / g) and a (C).  centred: rows of phi have mean
-    zero.  Raises ShapeError for other shapes and dtypes, C above `ENTRIES`, and devices that no kernel runs on.
+    b (g, C) with g = 1 or, for every stream by itself, n; phi (C, n d / g); a (C), or fewer: each of n entries, the
+    last of all others.  Raises ShapeError for other shapes and dtypes, C above `ENTRIES`, and devices that no kernel
+    runs on.
     """
-    _require("look", x, phi, a, b, chart)
+    _require("look", x, phi, a, b, chart, writes)
     n, d = x.shape[-2:]
     parameters = (t.to(torch.float32).contiguous() for t in (phi, a, b))
     flat = x.reshape(-1, n, d).contiguous()
-    pre, entries, seen, again = _looks(flat, *parameters, chart, tanh, centred, float(eps), float(floor))
+    pre, k, rest, seen, again = _looks(flat, *parameters, chart, writes, tanh, centred, float(eps), float(floor))
     lead = x.shape[:-2]
-    return seen.view(*lead, d), pre.view(*lead, n), entries.view(*lead, *b.shape), again.view(x.shape)
+    others = (t.view(*lead, *t.shape[1:]) for t in (seen, pre, k, rest))
+    return *others, again.view(x.shape)
