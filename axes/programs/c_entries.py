@@ -1,5 +1,5 @@
 """A schedule's operations as one loop of C over lists of tensors on a CPU: memory is passed once, and nothing waits for
-the host between two operations. And a loop that looks whether numbers are finite.
+the host between two operations. And a loop that looks whether numbers are finite, alone or ahead of a step in one call.
 
 The loop does what torch's multi-tensor operations do, in their order. The numbers of a step are made in float64 and are
 arguments, so that schedules compile nothing. Every operation on entries is rounded once, and a product and a sum are
@@ -42,6 +42,7 @@ _CODE = {
 # torch has these for many entries at once, C for one after another
 _SLOW = frozenset({"exp", "log", "log1p", "expm1", "sinh", "asinh", "tanh", "pow"})
 
+_FUNCTION = "static long {name}(void *const *tensors, long count, long first, long end, const double *numbers) {{"
 _WALK = """\
 #include <pthread.h>
 #include <stdint.h>
@@ -49,15 +50,16 @@ typedef struct {{
     void *const *tensors;
     const long *starts;
     const double *numbers;
-    long count, first, end, found, parts;
+    long count, first, end, found, parts, looks;
 }} part;
+/* a look takes the last tensor first: a step begins with what is left in a core's own cache */
 static void *walk(void *given) {{
     part *const x = given;
     for (long k = 0; k < x->count; k++) {{
-        const long i = {order}, start = x->starts[i];
+        const long i = x->looks ? x->count - 1 - k : k, start = x->starts[i];
         const long first = x->first > start ? x->first - start : 0;
         const long end = (x->end < x->starts[i + 1] ? x->end : x->starts[i + 1]) - start;
-        if (first < end) x->found |= entries(x->tensors + i, x->count, first, end, x->numbers);
+        if (first < end) x->found |= {pass}(x->tensors + i, x->count, first, end, x->numbers);
     }}
     return NULL;
 }}
@@ -81,19 +83,23 @@ static void begin(part *parts) {{
     for (long i = 0; i < count; i++)
         if (begun[i]) pthread_join(others[i], NULL);
 }}
-int lists(void *const *tensors, const long *starts, const double *numbers, long count, long threads, int pool) {{
+int lists(void *const *tensors, const long *starts, const double *numbers, long count, long threads, int pool,
+          int passes) {{
     part parts[threads];
-    for (long i = 0; i < threads; i++) {{
-        const long first = starts[count] * i / threads, end = starts[count] * (i + 1) / threads;
-        parts[i] = (part){{tensors, starts, numbers, count, first, end, 0, threads}};
+    for (long looks = 1; looks >= 0; looks--) {{
+        if (!(passes & (looks ? {LOOK} : {STEP}))) continue;
+        for (long i = 0; i < threads; i++) {{
+            const long first = starts[count] * i / threads, end = starts[count] * (i + 1) / threads;
+            parts[i] = (part){{tensors, starts, numbers, count, first, end, 0, threads, looks}};
+        }}
+        /* all threads, whatever the parts: a pool that is asked for fewer ends the others */
+        if (threads == 1) walk(parts);
+        else if (pool && GOMP_parallel && omp_get_thread_num && omp_get_num_threads) GOMP_parallel(share, parts, 0, 0);
+        else begin(parts);
+        for (long i = 0; i < threads; i++)
+            if (parts[i].found) return 1;
     }}
-    /* all threads, whatever the parts: a pool that is asked for fewer ends the others */
-    if (threads == 1) walk(parts);
-    else if (pool && GOMP_parallel && omp_get_thread_num && omp_get_num_threads) GOMP_parallel(share, parts, 0, 0);
-    else begin(parts);
-    long found = 0;
-    for (long i = 0; i < threads; i++) found |= parts[i].found;
-    return found != 0;
+    return 0;
 }}
 """
 _SHORTS = """\
@@ -111,10 +117,11 @@ static inline uint16_t to_short(real x) {
     return given != given ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 """
-_ENTRIES = "static long entries(void *const *tensors, long count, long first, long end, const double *numbers) {"
+LOOK, STEP = 1, 2  # what a call does: both, a step only if the look has found nothing
 # Adding one to the largest exponent carries into the sign. Four places are read at once: one alone waits for memory.
 _LOOK = """\
-    const uint{bits}_t *const x = tensors[0], one = (uint{bits}_t)1 << {fraction}, all = (uint{bits}_t)-1 >> 1;
+    const uint{bits}_t *const x = tensors[{row} * count];
+    const uint{bits}_t one = (uint{bits}_t)1 << {fraction}, all = (uint{bits}_t)-1 >> 1;
     const long part = (end - first) / 4 / 64 * 64;
     uint{bits}_t found = 0;
     for (long i = first; i < first + part; i += 64) {{
@@ -146,12 +153,13 @@ def no_loop(schedule: Schedule) -> str | None:
     return None
 
 
-def source(schedule: Schedule, real: Real, short: Collection[str] = ()) -> str:
-    """The text of a schedule's function. short: lists of bfloat16, by name."""
+def source(schedule: Schedule, real: Real, short: Collection[str] = (), looked: str | None = None) -> str:
+    """The text of a schedule's function. short: lists of bfloat16, by name. looked: the list that can be looked at."""
     inputs, shorts = len(schedule.names), [name in short for name in schedule.names]
     moved = {step.target for step in schedule.steps}
     written = [k for k, name in enumerate(schedule.names) if k in moved and name in schedule.program.outputs]
-    lines = [functions(real), _SHORTS, _ENTRIES]
+    look = [] if looked is None else [_look(real, schedule.names.index(looked))]
+    lines = [functions(real), _SHORTS, *look, _FUNCTION.format(name="entries")]
     lines += [f"    {'uint16_t' if shorts[k] else 'real'} *const p{k} = tensors[{k} * count];" for k in range(inputs)]
     body, numbers = [], 0
     for step in schedule.steps:
@@ -175,15 +183,23 @@ def source(schedule: Schedule, real: Real, short: Collection[str] = ()) -> str:
     lines += [f"        real {own};"] if own else []
     body += [f"        p{k}[i] = {f'to_short(r{k})' if shorts[k] else f'r{k}'};" for k in written]
     lines += [*body, "    }", "    return 0;", "}"]
-    return "\n".join([*lines, _WALK.format(order="k")])
+    return "\n".join([*lines, _walk("entries", "entries" if looked is None else "look")])
 
 
 def look_source(real: Real) -> str:
-    """The text of a function that finds a number that is not finite. It takes the last tensor first: a step begins with
-    what is left in a core's own cache."""
+    """The text of a function that finds a number that is not finite."""
+    return "\n".join(["#include <stdint.h>", _look(real, 0), _walk("look", "look")])
+
+
+def _look(real: Real, row: int) -> str:
     bits, fraction = _LAYOUT[real]
-    look = _LOOK.format(bits=bits, fraction=fraction, last=bits - 1)
-    return "\n".join(["#include <stdint.h>", _ENTRIES, look + _WALK.format(order="x->count - 1 - k")])
+    return _FUNCTION.format(name="look") + "\n" + _LOOK.format(bits=bits, fraction=fraction, last=bits - 1, row=row)
+
+
+def _walk(step: str, look: str) -> str:
+    """What shares entries out. step, look: the functions that a step and a look are."""
+    passes = step if step == look else f"(x->looks ? {look} : {step})"
+    return _WALK.format(LOOK=LOOK, STEP=STEP, **{"pass": passes})
 
 
 def _constant(numbers: Sequence[Any]) -> float | None:
@@ -200,24 +216,28 @@ class Loop:
     def __init__(self, text: str, sizes: Sequence[int], rows: int, numbers: int = 0) -> None:
         """rows: lists. numbers: that it is given."""
         self.function = c_library.library(text, *OPTIONS)["lists"]
-        self.function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_long, ctypes.c_long, ctypes.c_int]
+        self.function.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_long] * 2, *[ctypes.c_int] * 2]
         self.function.restype = ctypes.c_int
         self.count, self.total, self.numbers = len(sizes), sum(sizes), numbers
         self._starts = numpy.array([0, *accumulate(sizes)], dtype=numpy.int64)
         self._tensors = numpy.zeros((rows, self.count), dtype=numpy.int64)
+        self._values = numpy.zeros(numbers)
         self._last: list[list[int]] = [[]] * rows
-        self._given = self._tensors.ctypes.data, self._starts.ctypes.data
+        self._given = (*(x.ctypes.data for x in (self._tensors, self._starts, self._values)), self.count)
+        self._worth = max(1, self.total // _SHARE)
 
     def put(self, row: int, places: list[int]) -> None:
         """Where the tensors of a list are."""
         if places != self._last[row]:
             self._tensors[row], self._last[row] = places, places
 
-    def __call__(self, numbers: Sequence[float] = ()) -> bool:
-        """Whether it has found something."""
-        values = (ctypes.c_double * self.numbers)(*numbers)
-        threads = max(1, min(torch.get_num_threads(), self.total // _SHARE))
-        return bool(self.function(*self._given, values, self.count, threads, _POOL[0]))
+    def give(self, numbers: Sequence[float]) -> None:
+        """The numbers of a step, until there are others."""
+        self._values[:] = numbers
+
+    def __call__(self, passes: int = STEP) -> bool:
+        """Whether it has found something. passes: LOOK, STEP or both, where a look that finds something is all."""
+        return bool(self.function(*self._given, min(torch.get_num_threads(), self._worth), _POOL[0], passes))
 
 
-__all__ = ["OPTIONS", "REALS", "SHORT", "Loop", "look_source", "no_loop", "source"]
+__all__ = ["LOOK", "OPTIONS", "REALS", "SHORT", "STEP", "Loop", "look_source", "no_loop", "source"]

@@ -11,6 +11,7 @@ arithmetic are float32 for 16-bit parameters, which are rounded once.
     together, staged, apart         a step as one program, or as several around what is none
     batch                           parameters that step together, by programs or, over stacks, by the tuple
     entries, lists                  a program of entries, over all tensors
+    loops, straight                 that program as a loop of C, and a step that goes the way of the last one
     around, blocks, statistics      programs around what is none, over stacks; sums over rows and columns
     interpreted                     the tuple, a parameter at a time
     states, stored, precision       a parameter's state: as its tuple sees it, and as it is kept
@@ -43,7 +44,7 @@ from axes.optim.engine.finite import Before, Finite
 from axes.optim.engine.forms import Forms, Rule, Today
 from axes.optim.engine.generated import is_plain
 from axes.optim.engine.gradients import Gradients
-from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rate, require_params
+from axes.optim.engine.groups import Named, both_too_long, by_sides, named, rates_of, require_params
 from axes.optim.engine.interpreted import Member, interpret, replay
 from axes.optim.engine.layers import Examples, Layers, Products, Reduction, Rows, no_hooks
 from axes.optim.engine.options import (
@@ -62,13 +63,13 @@ from axes.optim.engine.requirements import on_host, require
 from axes.optim.engine.router import Router
 from axes.optim.engine.routing import Role
 from axes.optim.engine.staged import fits
+from axes.optim.engine.straight import Straight
 from axes.optim.engine.together import uncompiled
 from axes.optim.sharding.dtensors import local_shard, spread
 from axes.optim.sharding.sharded import Shards, Work, at_owner
 from axes.routes.choice import Implementation, Plan, Target
 
-_LAYOUT, _GRAD = operator.attrgetter("layout"), operator.attrgetter("grad")
-_STRIDED = {torch.strided}
+_GRAD = operator.attrgetter("grad")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -121,6 +122,7 @@ class Optimizer(torch.optim.Optimizer):
                 group["lr"] = self.default_lr
         self._forms = Forms(self._who, self._rules, followed)
         self._batches = Batches()
+        self._straight: Straight | None = None  # after a step by loops of C
         self._fresh: set[Tensor] = set()  # parameters whose state has not seen a datum
         self._ticks: dict[Tensor, dict[str, int]] = {}  # counts, where those of the state are on a device
         self._finite = Finite(check_of(self._who, options))
@@ -312,6 +314,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             NotFiniteError: a gradient has a NaN or an infinity; nothing was changed.
         """
+        if closure is None and self._steps_straight():
+            return None
+        self._straight = None
         loss = None
         todays = self._todays()
         shown = self._move(closure is not None, todays)
@@ -337,7 +342,26 @@ class Optimizer(torch.optim.Optimizer):
             self._finite.put_back(before, self.state)
         if self._layers is not None:
             self._layers.clear()
+        self._straight = self._after(todays)
         return loss
+
+    @uncompiled()
+    def _steps_straight(self) -> bool:
+        """A step that goes the way of the last one; False where nothing has moved, and the general way decides."""
+        if self._straight is None or getattr(self, "found_inf", None) is not None:
+            return False
+        looks = self._finite.check is not None
+        return self._straight.step(self.param_groups, self._forms.today, self.state, looks)
+
+    @uncompiled()
+    def _after(self, todays: Mapping[int, Today]) -> Straight | None:
+        """How the next step may go, after one in the general way."""
+        if self._shards is not None or self._layers is not None or self._finite.flags:
+            return None
+        updates = [today.form.update for today in todays.values()]
+        if any(facts(update, False).moves or across.made(update) for update in updates):
+            return None
+        return Straight.after(self.param_groups, todays, self._batches)
 
     @property
     def skipped(self) -> int:
@@ -420,7 +444,7 @@ class Optimizer(torch.optim.Optimizer):
         def name(k: int) -> str:
             return self._label(list(itertools.chain.from_iterable(parameters for _, parameters in work))[k])
 
-        if not set(map(_LAYOUT, gradients)) <= _STRIDED:
+        if not gradients.strided:
             k = next(k for k, g in enumerate(gradients) if g.layout != torch.strided)
             raise AxesError(
                 f"{self._who} does not support sparse gradients ({name(k)}): use nn.Embedding(..., sparse=False)"
@@ -520,7 +544,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Step a rule that acts entry by entry, or does so around products, over all parameters at once."""
         today = today or self._today(group)
-        rates = {name: rate(group, name) for name in facts(update, group["maximize"]).rates} | {**today.numbers}
+        rates = rates_of(group, facts(update, group["maximize"]).rates, today)
         gradients = gradients if len(batches) == 1 else None  # else some are of another batch
         for batch in batches:
             if batch.today is not today:
@@ -650,7 +674,7 @@ class Optimizer(torch.optim.Optimizer):
             self._finite = Finite(state.pop("_check_finite"), state.pop("_skipped"))
             self._forms, self._layers = Forms(type(self).__name__, state["_rules"], followed), None
         super().__setstate__(state)
-        self._batches, self._ticks = Batches(), {}
+        self._batches, self._straight, self._ticks = Batches(), None, {}
         for parameter, kept in self.state.items():
             if isinstance(kept, Kept):
                 self.state[parameter] = kept.beside(parameter)

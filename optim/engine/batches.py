@@ -35,8 +35,8 @@ class Batches:
         self, group: Group, update: StateUpdate, parameters: list[Tensor], states: Mapping[Tensor, dict[str, Tensor]]
     ) -> list[Batch] | None:
         """The batches of the group's last step if they are those of this one."""
-        last, way, batches = self.made.get(id(group), (None, None, []))
-        if last is not update or way != _way(group):
+        last, made_for, batches = self.made.get(id(group), (None, None, []))
+        if last is not update or made_for != way(group):
             return None
         if sum(len(batch.parameters) for batch in batches) != len(parameters):
             return None
@@ -52,7 +52,7 @@ class Batches:
         places: Places,
     ) -> list[Batch]:
         """Batches of one dtype, device and step."""
-        maximize, way = group["maximize"], how(group)
+        maximize, by_how = group["maximize"], how(group)
         chosen = route(update, group)
         precision = Precision.of(group)
         batches: list[Batch] = []
@@ -64,12 +64,12 @@ class Batches:
                 by = "interpreter"  # of this shape it is no program
             whole = None if by == "entrywise" else Whole.of(places.alike(some[0]))
             streams = [places.stream(p) for p in some] if precision.draws(some[0]) else None
-            batches.append(Batch(update, maximize, some, theirs, way, by, layouts, whole, streams, precision.seed))
-        self.made[id(group)] = (update, _way(group), batches)
+            batches.append(Batch(update, maximize, some, theirs, by_how, by, layouts, whole, streams, precision.seed))
+        self.made[id(group)] = (update, way(group), batches)
         return batches
 
 
-def _way(group: Group) -> tuple[bool, bool, How]:
+def way(group: Group) -> tuple[bool, bool, How]:
     """What a group's batches are made for, besides its tuple."""
     return group["maximize"], group["foreach"], how(group)
 

@@ -79,8 +79,12 @@ class Entries:
 
     @uncompiled()
     def _on_host(self, rates: Mapping[str, float], gradients: Gradients | None) -> None:
+        self._run(self.scheduled(rates), rates, gradients)
+
+    def scheduled(self, rates: Mapping[str, float]) -> Schedule:
+        """What is executed where these are the numbers of a step."""
         zero = frozenset(n for n, x in rates.items() if x == 0.0)
-        self._run(self.reduced(zero) if zero else self.schedule, rates, gradients)
+        return self.reduced(zero) if zero else self.schedule
 
     def _run(self, schedule: Schedule, rates: Mapping[str, float | Tensor], gradients: Gradients | None) -> None:
         values = self.numbers.of(schedule.program, self.numbers.given(rates))

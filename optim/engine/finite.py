@@ -19,10 +19,9 @@ from axes.optim.engine.gradients import Gradients
 from axes.optim.engine.options import FiniteCheck
 from axes.optim.engine.together import uncompiled
 from axes.programs import c_library
-from axes.programs.c_entries import REALS, Loop, look_source
+from axes.programs.c_entries import LOOK, REALS, Loop, look_source
 
 _SMALL = 8192  # entries of a gradient that is copied to its like in less time than an operation of its own takes
-_ON_CPU = operator.attrgetter("is_cpu")
 Agree = Callable[[bool | Tensor], bool]  # whether any process says so
 
 
@@ -143,11 +142,11 @@ class Look:
         squares 122 and norms 129 in one call for all (and largest entries, 117, miss -inf). A loop of C that compares
         exponents leaves nothing open.
         """
-        if not all(map(_ON_CPU, gradients)):
+        gradients = Gradients.of(gradients)
+        if not gradients.on_cpu:
             norms = _together(torch._foreach_norm(list(gradients)))
             norm = norms.sum(dtype=torch.promote_types(norms.dtype, torch.float32))
             return (norm - norm).ne(0)  # NaN differs from 0 as well
-        gradients = Gradients.of(gradients)
         sizes = gradients.sizes
         if sizes != self._sizes:
             self._sort(gradients, sizes)
@@ -178,7 +177,7 @@ class Look:
         if look is None:
             return None
         look.put(0, gradients.places)
-        return look()
+        return look(LOOK)
 
     def _sort(self, gradients: Sequence[Tensor], sizes: list[int]) -> None:
         """Which gradients are added up alone, and which behind one another."""

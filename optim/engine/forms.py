@@ -30,6 +30,7 @@ D = TypeVar("D")
 Group = dict[str, Any]  # a parameter group
 Rule = Callable[..., StateUpdate]
 _KEPT = 512
+_NUMBER = (float, Tensor)
 
 
 @final
@@ -185,20 +186,23 @@ def _stays(value: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, float | Tensor)
+    return isinstance(x, _NUMBER)
 
 
 def _moves(old: Any, new: Any) -> bool:
     """Whether a hyperparameter is what it was, or another float in its place."""
-    if type(old) is tuple and type(new) is tuple:
-        return len(old) == len(new) and all(map(_moves, old, new))
-    return old is new or type(old) is float and type(new) is float
+    if old is new or type(old) is float and type(new) is float:
+        return True
+    return type(old) is tuple and type(new) is tuple and len(old) == len(new) and all(map(_moves, old, new))
 
 
 def _floats(given: list[Any]) -> list[Any]:
     found: list[Any] = []
     for value in given:
-        found += filter(_is_number, value if isinstance(value, tuple) else (value,))
+        if type(value) is float:
+            found.append(value)
+        else:
+            found += filter(_is_number, value if isinstance(value, tuple) else (value,))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-_DTYPE = operator.attrgetter("dtype")
+_DTYPE, _LAYOUT, _ON_CPU = map(operator.attrgetter, ("dtype", "layout", "is_cpu"))
 
 
 @final
@@ -35,9 +35,18 @@ class Gradients(list[Tensor]):
         return set(map(_DTYPE, self))
 
     @cached_property
+    def on_cpu(self) -> bool:
+        return all(map(_ON_CPU, self))
+
+    @cached_property
     def readable(self) -> bool:
-        """Whether what they hold is in their memory, in one run of it each."""
-        return set(map(type, self)) == {Tensor} and all(map(Tensor.is_contiguous, self))
+        """Whether what they hold is in their memory, in one run of it each; not so of what is no tensor."""
+        return set(map(type, self)) == {Tensor} and self.strided and all(map(Tensor.is_contiguous, self))
+
+    @cached_property
+    def strided(self) -> bool:
+        """Whether none of them is sparse."""
+        return set(map(_LAYOUT, self)) <= {torch.strided}
 
     @cached_property
     def places(self) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from axes.core.state_update import StateUpdate
 from axes.errors import AxesError, ShapeError, WrongType, wrong_type
 from axes.optim.engine.capabilities import vectors
+from axes.optim.engine.forms import Today
 from axes.optim.engine.options import Group, how, plain
 from axes.optim.engine.router import Named, Router
 from axes.optim.engine.together import uncompiled
@@ -76,6 +77,15 @@ def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor |
     """The named rates of a tuple, from the group: numbers, or tensors in the dtype of the arithmetic."""
     signal = {per.name: beside(rate(group, per.name), like) for per in update.demands()}
     return signal | {name: beside(plain(group[name]), like) for name in vectors(update)}
+
+
+def rates_of(group: Group, asked: Iterable[str], today: Today) -> dict[str, Any]:
+    """The numbers of a step: rates by their names, and what programs read of the hyperparameters."""
+    found: dict[str, Any] = dict(today.numbers)
+    for name in asked:
+        value = group[name]
+        found[name] = value if type(value) is float and name != "lr" else rate(group, name)
+    return found
 
 
 @uncompiled()

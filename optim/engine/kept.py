@@ -33,9 +33,13 @@ class Kept:
         """Whether these are still the same parameters, where they were, with the same state tensors."""
         if len(parameters) != len(self.parameters) or not all(map(operator.is_, parameters, self.parameters)):
             return False
-        if list(map(Tensor.data_ptr, parameters)) != self._places:
+        return self.stay(state)
+
+    def stay(self, state: Mapping[Tensor, State]) -> bool:
+        """Whether the parameters are where they were, with the same state tensors."""
+        if list(map(Tensor.data_ptr, self.parameters)) != self._places:
             return False
-        now = list(itertools.chain.from_iterable(map(dict.values, self._states(parameters, state))))
+        now = list(itertools.chain.from_iterable(map(dict.values, self._states(self.parameters, state))))
         return len(now) == len(self._own) and all(map(operator.is_, now, self._own))
 
     def _states(self, parameters: Sequence[Tensor], state: Mapping[Tensor, State]) -> list[State]:

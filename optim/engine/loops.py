@@ -106,16 +106,32 @@ class Loops:
         if (schedule, short) not in self.made:
             self.made[schedule, short] = self._made(schedule, [*self.short, *[GRADIENT] * short])
         found = self.made[schedule, short]
-        numbers = [x for some in schedule.numbers(values) for x in some if isinstance(x, float)] if found else []
+        numbers = self.numbers(schedule, values) if found else []
         if found is None or len(numbers) != found.numbers:  # the others are beside tensors
             return False
         if any(given[i].is_neg() for i in self.single):  # an imaginary part, to be read with another sign
             given = Gradients(g.resolve_neg() for g in given)
         if GRADIENT in schedule.names:
             found.put(schedule.names.index(GRADIENT), given.places)
-        torch.autograd.graph.increment_version(self.parameters)  # a graph that has kept them must know
-        found(numbers)
+        found.give(numbers)
+        found()
+        self.has_moved()
         return True
+
+    def takes(self, gradients: Gradients) -> bool:
+        """Whether a loop may read gradients where they are. Some may be None."""
+        if not (gradients.readable and gradients.on_cpu and gradients.dtypes == {self.real}):
+            return False
+        return gradients.sizes == self.sizes and not any(gradients[i].is_neg() for i in self.single)
+
+    @staticmethod
+    def numbers(schedule: Schedule, values: Sequence[Any]) -> list[float]:
+        """What a loop is given besides tensors: of a step's numbers those that are not beside tensors."""
+        return [x for some in schedule.numbers(values) for x in some if isinstance(x, float)]
+
+    def has_moved(self) -> None:
+        """Graphs that have kept the parameters must know."""
+        torch.autograd.graph.increment_version(self.parameters)
 
     def _made(self, schedule: Schedule, short: list[str]) -> Loop | None:
         if no_loops(self.device, self.real, self.seen) is not None or c_entries.no_loop(schedule) is not None:
@@ -123,7 +139,9 @@ class Loops:
         if not set(schedule.names) <= {GRADIENT, *self.tensors}:
             return None
         numbers = sum(len(step.numbers) for step in schedule.steps)
-        made = loop(c_entries.source(schedule, REALS[self.real], short), self.sizes, len(schedule.names), numbers)
+        looked = GRADIENT if GRADIENT in schedule.names and GRADIENT not in short else None
+        text = c_entries.source(schedule, REALS[self.real], short, looked)
+        made = loop(text, self.sizes, len(schedule.names), numbers)
         for row, name in enumerate(schedule.names):
             if made is not None and name != GRADIENT:
                 made.put(row, list(map(Tensor.data_ptr, self.tensors[name])))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from axes import optim
 from axes.errors import NotFiniteError
-from axes.optim.engine import finite
+from axes.optim.engine import gradients as asked
 from axes.optim.engine.finite import Look
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
@@ -74,7 +74,7 @@ def test_infinities_of_several_gradients_do_not_cancel() -> None:
 
 def test_norms_tell_what_sums_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, in all dtypes of gradients: none missed, and no doubt where norms alone are large for the dtype."""
-    monkeypatch.setattr(finite, "_ON_CPU", lambda x: False)
+    monkeypatch.setattr(asked, "_ON_CPU", lambda x: False)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
         gradients = [torch.full((5, 3), 4e3, dtype=dtype) for _ in range(8)]  # whose norms add up to 124,000
         assert not Look().doubtful(gradients)
