@@ -180,7 +180,8 @@ class Training:
                 self.model.set_requires_gradient_sync(n == len(parts) - 1)  # type: ignore[operator]
             loss = self.loss(part)
             loss = loss if len(parts) == 1 else loss / len(parts)
-            loss.backward()
+            with torch.autograd.grad_mode.set_multithreading_enabled(False):  # another thread has to be woken
+                loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total if self.processes is None else self.processes.mean(total)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
+from threading import Semaphore
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
+from triton import knobs
+from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -175,3 +180,35 @@ def test_what_is_compiled_is_what_a_launch_compiles(first: int) -> None:
         other = torch.zeros(33)[1 - first : 33 - first].view(2, 16)
         _cross_entropy.by_triton((2,), other, targets, torch.empty(2), -100, 16, **given)
         assert hashes[2] != asked[0]  # where a tensor begins counts
+
+
+@pytest.mark.parametrize("known_before", [False, True])
+def test_kernels_are_read_one_at_a_time(known_before: bool, tmp_path: Path) -> None:
+    reading, order = Semaphore(1), list[int]()
+    make_ir = ASTSource.make_ir
+
+    def read(self: ASTSource, *given: Any) -> Any:
+        alone = reading.acquire(blocking=False)
+        time.sleep(0.5)  # others would come in
+        order.append(self.constants[(6,)] if alone else 0)
+        reading.release()
+        return make_ir(self, *given)
+
+    def ask() -> None:
+        targets, logits = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 16)
+        with Ahead(CPU, compilers=3) as ahead:
+            for block in (16, 32, 64):
+                _cross_entropy[(2,)](logits, targets, torch.empty(2), -100, 16, GRAD=True, BLOCK=block, num_warps=4)
+            assert ahead.kernels == 3
+        ahead.wait()
+
+    with compiled() as hashes, knobs.cache.scope(), patch.object(ASTSource, "make_ir", read):
+        knobs.cache.dir = str(tmp_path)
+        _cross_entropy.kernel.device_caches.clear()
+        ask()
+        assert sorted(order) == [16, 32, 64] and len(hashes) == 3
+        if known_before:  # on disk: nobody reads, and nobody waits for who does not
+            order.clear()
+            _cross_entropy.kernel.device_caches.clear()
+            ask()
+            assert order == [] and len(hashes) == 6

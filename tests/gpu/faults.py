@@ -143,7 +143,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         # signs, scales and strides
         ("axes/kernels/attention/decode.py", "share = tl.exp2(top - tl.max(top, 0))", "share = tl.exp2(top - tl.min(top, 0))", DECODE),
         ("axes/kernels/attention/turn.py", "tl.store(target, (x * c - y * s).to(kind), mask=here)", "tl.store(target, (x * c + y * s).to(kind), mask=here)", TURN),
-        ("axes/kernels/attention/blocks.py", "lower = tl.where(row > col, -tl.dot(a,", "lower = tl.where(row > col, tl.dot(a,", KEYS),
+        ("axes/kernels/attention/blocks.py", "lower = tl.where(row > col, -tl.dot(left,", "lower = tl.where(row > col, tl.dot(left,", KEYS),
         ("axes/kernels/block/hopper_pairs.py", "gl.where(i > j, -scores * near, 0.0)", "gl.where(i > j, scores * near, 0.0)", PAIRS),
         ("axes/kernels/attention/hopper_backward.py", "gl.store(dm + (b.to(gl.int64) * S + j) * (H // GROUP) + g, dmass, mask=j < S)", "gl.store(dm + (b.to(gl.int64) * S + j) * (H // GROUP), dmass, mask=j < S)", ATTENTION),
         ("axes/kernels/block/kernels.py", "tl.store(states + (at * 2 + 1) * K * V + inner, old1, mask=within)", "tl.store(states + (at * 2 + 1) * K * V + inner, old0, mask=within)", BLOCK),

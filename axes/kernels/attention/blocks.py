@@ -31,32 +31,44 @@ def strip(C: tl.constexpr, BD: tl.constexpr):
     return tl.arange(0, C)[:, None] * BD + tl.arange(0, BD)[None, :]
 
 
-@triton.jit
-def _inside(
-    q, k, a, b, lowers, solved,
-    C: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
+@Kernel
+@triton.jit(do_not_specialize=["T", "N"])
+def solve(
+    a, b, lowers, solved, T, N, H,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
+    SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X, P, S and X a, in the operands' dtype; X by way of two (C, C) of memory, -L in float32 and itself."""
-    kind = q.dtype
+    """X of one block, by way of -L in float32. Apart, since compilers take more than linear time for a long kernel."""
+    pid = tl.program_id(0).to(tl.int64)
+    n, line = pid % N, pid // N
+    batch, head = line // H, line % H
+    first, rows, columns = batch * T + n * C, (T - n * C).to(tl.int32), tl.arange(0, BD)
+    left = load_tile(a, first, rows, columns, head, H, D, C)
+    right = load_tile(b, first, rows, columns, head, H, D, C)
     row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    lower = tl.where(row > col, -tl.dot(a, tl.trans(b), input_precision=PRECISION), 0.0)
+    lowers += pid * C * C
+    lower = tl.where(row > col, -tl.dot(left, tl.trans(right), input_precision=PRECISION), 0.0)
     tl.store(lowers + square(C), lower)
     tl.debug_barrier()
-    invert(lowers, solved, C, SIDE, LANES, MERGE)
-    tl.debug_barrier()
-    x = tl.load(solved + square(C))
+    invert(lowers, solved + pid * C * C, C, SIDE, LANES, MERGE)
+
+
+@triton.jit
+def _inside(q, k, a, b, x, C: tl.constexpr, PRECISION: tl.constexpr):
+    """P, S and X a, in the operands' dtype."""
+    kind = q.dtype
+    row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     g = tl.where(row < col, tl.dot(k, tl.trans(a), input_precision=PRECISION), 0.0).to(kind)
     p = tl.dot(g, tl.trans(x), input_precision=PRECISION).to(kind)
     s = tl.where(row >= col, tl.dot(q, tl.trans(b), input_precision=PRECISION), 0.0).to(kind)
-    return x, p, s, tl.dot(x, a, input_precision=PRECISION).to(kind)
+    return p, s, tl.dot(x, a, input_precision=PRECISION).to(kind)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def enter(
-    q, k, a, b, begun, ended, solved, scores, maps, T, N, H,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, a, b, solved, begun, ended, scores, maps, T, N, H,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q', k', scores and W of one block."""
     pid = tl.program_id(0).to(tl.int64)
@@ -67,8 +79,8 @@ def enter(
     key = load_tile(k, first, rows, columns, head, H, D, C)
     left = load_tile(a, first, rows, columns, head, H, D, C)
     right = load_tile(b, first, rows, columns, head, H, D, C)
-    own = scores + pid * C * C  # -L's place until the scores are
-    x, p, s, xa = _inside(query, key, left, right, own, solved + pid * C * C, C, SIDE, LANES, MERGE, PRECISION)
+    x = tl.load(solved + pid * C * C + square(C))
+    p, s, xa = _inside(query, key, left, right, x, C, PRECISION)
     at = strip(C, BD)
     kind = begun.dtype.element_ty
     begin = tl.dot(s, xa, query.to(tl.float32), input_precision=PRECISION)
@@ -77,7 +89,7 @@ def enter(
     tl.store(ended + pid * C * BD + at, last.to(kind))
     pairs = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     pairs = tl.dot(s, tl.trans(p), pairs, input_precision=PRECISION)
-    tl.store(own + square(C), pairs)
+    tl.store(scores + pid * C * C + square(C), pairs)  # where -L was
     whole = tl.dot(tl.trans(xa), right, input_precision=PRECISION)
     tl.store(maps + pid * BD * BD + square(BD), whole.to(kind))
 
@@ -85,9 +97,8 @@ def enter(
 @Kernel
 @triton.jit(do_not_specialize=["T", "N"])
 def leave(
-    q, k, a, b, dbegun, dended, dscores, dmaps, lowers, solved, dq, dk, da, db, T, N, H,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    SIDE: tl.constexpr, LANES: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, a, b, solved, dbegun, dended, dscores, dmaps, dq, dk, da, db, T, N, H,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one block's q, k, a and b."""
     pid = tl.program_id(0).to(tl.int64)
@@ -99,8 +110,8 @@ def leave(
     left = load_tile(a, first, rows, columns, head, H, D, C)
     right = load_tile(b, first, rows, columns, head, H, D, C)
     kind = query.dtype
-    lowers, solved = lowers + pid * C * C, solved + pid * C * C
-    x, p, s, xa = _inside(query, key, left, right, lowers, solved, C, SIDE, LANES, MERGE, PRECISION)
+    x = tl.load(solved + pid * C * C + square(C))
+    p, s, xa = _inside(query, key, left, right, x, C, PRECISION)
     row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     at = strip(C, BD)
     dfirst = tl.load(dbegun + pid * C * BD + at)
@@ -124,11 +135,11 @@ def leave(
 
     dxa = tl.dot(right, tl.trans(whole), input_precision=PRECISION)
     dxa = tl.dot(tl.trans(s), dfirst, dxa, input_precision=PRECISION).to(kind)
-    solved = tl.dot(tl.trans(x), dxa, input_precision=PRECISION)
-    dl = tl.dot(solved.to(kind), tl.trans(xa), input_precision=PRECISION)
+    unsolved = tl.dot(tl.trans(x), dxa, input_precision=PRECISION)
+    dl = tl.dot(unsolved.to(kind), tl.trans(xa), input_precision=PRECISION)
     dl = tl.dot(tl.trans(dpx.to(kind)), p, dl, input_precision=PRECISION)
     dl = tl.where(row > col, dl, 0.0).to(kind)
-    dleft = tl.dot(tl.trans(dg), key, solved, input_precision=PRECISION)
+    dleft = tl.dot(tl.trans(dg), key, unsolved, input_precision=PRECISION)
     dleft = tl.dot(dl, right, dleft, input_precision=PRECISION)
     store_tile(da, dleft, first, rows, columns, head, H, D, C)
 

@@ -92,6 +92,7 @@ def settings(kernel: str, dtype: torch.dtype, width: int) -> dict[str, int]:
 
 # 16 bit, widths up to 64 and 128
 _HALF = {
+    "solve": ((4, 1), (4, 1)),
     "enter": ((4, 1), (8, 1)),
     "leave": ((4, 1), (8, 1)),
     "join": ((4, 1), (8, 1)),
@@ -103,9 +104,9 @@ _HALF = {
 }
 
 
-def inverting(kernel: str, q: Tensor, cut: _Cut) -> dict[str, int | str]:
-    """What a kernel that inverts is given."""
-    warps = settings(kernel, q.dtype, cut.width)["num_warps"]
+def inverting(q: Tensor, cut: _Cut) -> dict[str, int | str]:
+    """What `solve` is given beside."""
+    warps = settings("solve", q.dtype, cut.width)["num_warps"]
     return {**inverse.constants(q.dtype, cut.c, warps), "MERGE": "tf32x3"}  # as every product of float32 here
 
 
@@ -135,9 +136,8 @@ def _carried(q: Tensor, k: Tensor, a: Tensor, b: Tensor, cut: _Cut) -> _Carried:
         return settings(name, q.dtype, wide)
 
     with layout.on_device(q):
-        blocks.enter[cut.every](
-            q, k, a, b, begun, ended, solved, scores, maps[0], **size, **inverting("enter", q, cut), **chosen("enter")
-        )
+        blocks.solve[cut.every](a, b, scores, solved, **size, **inverting(q, cut), **chosen("solve"))
+        blocks.enter[cut.every](q, k, a, b, solved, begun, ended, scores, maps[0], **size, **chosen("enter"))
         for below, above, m in zip(maps, maps[1:], pieces, strict=False):
             tree.join[(above.shape[0],)](below, above, m, BD=wide, PRECISION=cut.precision, **chosen("join"))
         for start, keys in ((begun, False), (ended, True)):
@@ -221,9 +221,8 @@ def _backward(
             )  # fmt: skip
             above = dmaps
         blocks.leave[cut.every](
-            q, k, a, b, dbegun, dended, dscores, dmaps, found.scores, found.solved, dq, dk, da, db,
-            cut.length, n, cut.heads, D=d, BD=wide, C=c, PRECISION=cut.precision,
-            **inverting("leave", q, cut), **chosen("leave"),
+            q, k, a, b, found.solved, dbegun, dended, dscores, dmaps, dq, dk, da, db,
+            cut.length, n, cut.heads, D=d, BD=wide, C=c, PRECISION=cut.precision, **chosen("leave"),
         )  # fmt: skip
     return [dq, dk, dv, da, db, dm.double()]
 

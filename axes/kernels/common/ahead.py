@@ -7,6 +7,9 @@ ahead.wait()                                 # and the first real call finds its
 A first call waits for one compiler after the other, since what follows a kernel reads what it has written. In a
 rehearsal nothing is written: tensors that operations leave unfilled are zeros, so that indices point somewhere. Only
 the threads that the block runs in, those of its backward passes included, rehearse.
+
+A kernel is read in Python, whose lock one thread has at a time, and compiled without. So kernels are read one by one:
+who has been read is compiled while the next is read, and all that are read by turns are late.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -51,6 +56,7 @@ class Ahead(TorchDispatchMode):
         self.device = device
         self.compilers = min(_MOST, compilers or _processors())
         self.asked: dict[Any, Future[float]] = {}
+        self._turn = _Turn()
         self._pool = ThreadPoolExecutor(self.compilers, "compiler", self._begin)
 
     @classmethod
@@ -66,7 +72,7 @@ class Ahead(TorchDispatchMode):
         if key not in self.asked:
             small = [_alike(x) for x in args]
             options = {name: _alike(x) for name, x in given.items()}
-            self.asked[key] = self._pool.submit(_compiled, kernel, small, options)
+            self.asked[key] = self._pool.submit(_compiled, kernel, small, options, self._turn)
 
     @property
     def kernels(self) -> int:
@@ -168,11 +174,56 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _compiled(kernel: Any, args: list[Any], given: dict[str, Any]) -> float:
-    begun = time.perf_counter()
-    made = kernel.warmup(*args, grid=(1,), **given)
+def _compiled(kernel: Any, args: list[Any], given: dict[str, Any], turn: _Turn) -> float:
+    from triton.runtime import driver
+
+    with turn:
+        begun = time.perf_counter()
+        if kernel.device_caches[driver.active.get_current_device()]:  # looked up, the kernel knows what reads it
+            kernel.ASTSource = _by_turns(kernel.ASTSource)
+        made = kernel.warmup(*args, grid=(1,), **given)
     made._init_handles()  # the C code that launches it, and its binary on the device
     return time.perf_counter() - begun
+
+
+class _Turn:
+    """Who reads a kernel: one thread at a time, until the kernel has been read or was there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        _reading.turn = self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.over()
+
+    def over(self) -> None:
+        if getattr(_reading, "turn", None) is self:
+            _reading.turn = None
+            self._lock.release()
+
+
+_reading = threading.local()
+
+
+@cache
+def _by_turns(source: type) -> type:
+    """A kernel as Triton reads it, after which its turn is over."""
+    if hasattr(source, "_in_turn"):
+        return source
+
+    class Read(source):
+        _in_turn = True
+
+        def make_ir(self, *given: Any, **options: Any) -> Any:
+            made = super().make_ir(*given, **options)
+            if (turn := getattr(_reading, "turn", None)) is not None:
+                turn.over()
+            return made
+
+    return Read
 
 
 def _alike(x: Any) -> Any:

@@ -75,6 +75,7 @@ _UNREAD = (torch.empty_strided, torch.zeros, torch.ones)  # left out if nobody r
 # the same by torch's own bindings, which cost the host half as much as an overload
 _BINDINGS = {
     _aten.mm.default: torch.mm,
+    _aten.mm.out: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten.addmm_.default: Tensor.addmm_,
     _aten.bmm.default: torch.bmm,

@@ -207,7 +207,7 @@ def _log_gate(memory: List, element: Element, k: Tensor) -> Tensor | None:
     if gate is None and isinstance(element.scale, float) and element.scale == 1.0:
         return None
     none = torch.zeros(1, 1, dtype=_exact(k) if gate is None else gate.dtype, device=k.device)
-    moved = scan.floored(memory.act(Element(element.scale, gate), (none, none, none[0]))[2])[..., 0]
+    moved = scan.floored(memory.act(Element(element.scale, gate), (none, none, none[0]))[2]).squeeze(-1)
     moved = moved + 0 * moved  # what is not finite by now is NaN: of an infinite mass a softmax would hide it
     batch = torch.broadcast_shapes(moved.shape[:-1], k.shape[:-2])
     return moved.to(_exact(k)).expand(*batch, k.shape[-2])
@@ -223,9 +223,9 @@ def _mass_of(old: Tensor, total: Tensor | None, k: Tensor, line: Alone | Packed)
     if total is None and not old.shape[-1]:
         return None
     if total is None and k.shape[-2] == 1 and line.cu_seqlens is None:  # one more, behind the others as they are
-        return line.behind(old[..., None], old.new_zeros(*k.shape[:-1], 1))[..., 0]
+        return line.behind(old[..., None], old.new_zeros(*k.shape[:-1], 1)).squeeze(-1)
     new = torch.zeros(k.shape[:-1], dtype=_exact(k), device=k.device) if total is None else -total
-    return line.behind(old.to(new.dtype)[..., None], new[..., None])[..., 0]
+    return line.behind(old.to(new.dtype)[..., None], new[..., None]).squeeze(-1)
 
 
 def _now(mass: Tensor | None, total: Tensor | None, line: Alone | Packed, values: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def _now(mass: Tensor | None, total: Tensor | None, line: Alone | Packed, values
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     if mass is None:
         mass = torch.zeros(values.shape[:-1], dtype=wide, device=values.device)
-    last = line.rows(mass[..., None], -torch.inf)[..., 0]
+    last = line.rows(mass[..., None], -torch.inf).squeeze(-1)
     return (last if total is None else last + line.ends(total)[..., None]).to(wide)
 
 

@@ -48,7 +48,7 @@ def attend(
     inner = shared if grouped else batch
     keys, values = (_four(x.to(q.dtype).expand(*inner, *x.shape[-2:]), grouped) for x in (keys, values))
     if mass is not None:
-        mass = _four(mass.expand(*inner, mass.shape[-1])[..., None], grouped)[..., 0]
+        mass = _four(mass.expand(*inner, mass.shape[-1])[..., None], grouped).squeeze(-1)
     four = _four(q, False, grouped)
     if kernels and (mass is not None or cu_seqlens is not None):
         out = _by_kernel(four, keys, values, scale, mass, cu_seqlens)
