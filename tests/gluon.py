@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
@@ -23,31 +24,42 @@ _NAMES = (("gl.constexpr", "tl.constexpr"), ("@gluon.constexpr_function\n", ""),
 
 
 class _Tile:
-    """Shared memory: what was stored in it last; of rows, and in the order, of a view."""
+    """Shared memory: what was stored in it last; a part of it, and in the order, of a view."""
 
-    def __init__(self, cell: list[Any], rows: slice = slice(None), order: tuple[int, ...] | None = None) -> None:
-        self.cell, self.rows, self.order = cell, rows, order
+    def __init__(
+        self, cell: list[Any], part: tuple[slice, ...] = (), order: tuple[int, ...] | None = None
+    ) -> None:
+        self.cell, self.part, self.order = cell, part, order
 
     def permute(self, order: tuple[int, ...]) -> _Tile:
-        return _Tile(self.cell, self.rows, order)
+        return _Tile(self.cell, self.part, order if self.order is None else None)
 
-    def slice(self, start: int, length: int) -> _Tile:
-        first, count = (getattr(x, "value", x) for x in (start, length))
-        return _Tile(self.cell, slice(first, first + count))
+    def slice(self, start: int, length: int, dim: int = 0) -> _Tile:
+        first, count, dim = (getattr(x, "value", x) for x in (start, length, dim))
+        part = [*self.part, *[slice(None)] * (dim + 1 - len(self.part))]
+        assert self.order is None and part[dim] == slice(None)
+        part[dim] = slice(first, first + count)
+        return _Tile(self.cell, tuple(part))
 
     def load(self, layout: Any = None) -> Any:
         whole = self.cell[0]
-        made = tl.core.tensor(TensorHandle(whole.handle.data[self.rows], whole.handle.dtype), whole.dtype)
+        made = tl.core.tensor(TensorHandle(whole.handle.data[self.part], whole.handle.dtype), whole.dtype)
         made = tl.core.tensor(made.handle, tl.block_type(whole.dtype.scalar, list(made.handle.data.shape)))
         return made if self.order is None else tl.trans(made, *self.order)
 
     def store(self, x: Any) -> None:
-        self.cell[0] = x if self.order is None else tl.trans(x, *self.order)
+        x = x if self.order is None else tl.trans(x, *self.order)
+        if self.part:
+            held, kind = self.cell[0], x.handle.dtype
+            data = np.zeros(self.cell[1], x.handle.data.dtype) if held is None else held.handle.data.copy()
+            data[self.part] = x.handle.data
+            x = tl.core.tensor(TensorHandle(data, kind), tl.block_type(x.dtype.scalar, list(data.shape)))
+        self.cell[0] = x
 
 
 class _Tiles:
-    def __init__(self, count: int) -> None:
-        self.cells: list[list[Any]] = [[None] for _ in range(count)]
+    def __init__(self, count: int, shape: list[int]) -> None:
+        self.cells: list[list[Any]] = [[None, shape] for _ in range(count)]
 
     def index(self, i: Any) -> _Tile:
         return _Tile(self.cells[int(i.handle.data[0] if hasattr(i, "handle") else i)])
@@ -82,7 +94,8 @@ class _Language:
 
     @staticmethod
     def allocate_shared_memory(dtype: Any, shape: list[Any], layout: Any, value: Any = None) -> _Tile | _Tiles:
-        return _Tile([value]) if len(shape) == 2 else _Tiles(getattr(shape[0], "value", shape[0]))
+        sizes = [getattr(x, "value", x) for x in shape]
+        return _Tile([value, sizes]) if len(sizes) == 2 else _Tiles(sizes[0], sizes[1:])
 
 
 gl = _Language()

@@ -74,7 +74,7 @@ from axes.kernels.substitution.chain import Reads, Response, register, substitut
 from axes.optim import AdamW
 from axes.routes import token
 from axes.routes.substitution_kernel import Made, names_of, response_of
-from axes.sequence import AdamNet, LatticeDec, YaadMatrix
+from axes.sequence import AdamNet, LatticeDec, Longhorn, YaadMatrix
 from tests.hopper import Asked, Launch, asked, hopper
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -204,15 +204,16 @@ def delta_text() -> str:
 
 
 def substitution(
-    dtype: torch.dtype, d: int, gates: int, reads: Reads = "before", plain: bool = False, mixes: bool = False
-) -> Callable[[], None]:
-    """Of the delta rule. gates: none, of the state, of its rows; plain: serial passes in Gluon; mixes: as if rows met.
-    """
+    dtype: torch.dtype, d: int, gates: int, reads: Reads = "before", plain: bool = False, mixes: bool = False,
+    radial: bool = False,
+) -> Callable[[], None]:  # fmt: skip
+    """Of the delta rule. gates: none, of the state, of its rows; plain: serial passes in Gluon; mixes: as if rows met;
+    radial: in lengths of errors alone."""
 
     def run() -> None:
         q, k, v, beta, g = tokens(dtype, d, d)
         text = delta_text()
-        name = register(Response(text + "\n" * mixes, (True, False), mixes))
+        name = register(Response(text + "\n" * (mixes + radial), (True, False), mixes, radial=radial))
         if gates == 2:
             g = (-torch.rand(*v.shape)).requires_grad_()
         with patch.object(substitution_module, "serial_on_hopper", lambda *_: plain):
@@ -233,6 +234,20 @@ def owned(d: int) -> Callable[[], None]:
         given = [v, *[torch.rand(*v.shape, requires_grad=True) for _ in made.inputs[1:]]]
         with patch.object(substitution_module, "anchored_on_hopper", lambda *_: True):
             both(tuple(substitution_chain(q, k, made.name, d, given, g, reads="anchored"))[:3])
+
+    return run
+
+
+def beside(d: int) -> Callable[[], None]:
+    """Serial passes of an implicit step with rates by rows, which make the derivatives in these."""
+
+    def run() -> None:
+        q, k, v, _, _ = tokens(HALF, d, d)
+        made = response_of(Longhorn.update, d, d, names_of(Longhorn.update, {}))
+        assert isinstance(made, Made)
+        rates = torch.rand(*v.shape, requires_grad=True)
+        with patch.object(substitution_module, "serial_on_hopper", lambda *_: True):
+            both(tuple(substitution_chain(q, k, made.name, d, [v, rates], None, reads="gated")))
 
     return run
 
@@ -627,6 +642,8 @@ CASES: dict[str, Callable[[], None]] = {
     "substitution 128": substitution(HALF, 128, 0, "gated"),
     "hopper substitution 128": substitution(HALF, 128, 1, plain=True),
     "hopper substitution of rows that meet 128": substitution(HALF, 128, 1, plain=True, mixes=True),
+    "hopper substitution of rates by rows 128": beside(128),
+    "hopper substitution by lengths of errors 128": substitution(HALF, 128, 1, plain=True, mixes=True, radial=True),
     "substitution by rows 128": substitution(HALF, 128, 2),
     "hopper substitution anchored by rows 128": owned(128),
     "rows 128 x 64": rows(128, 64),

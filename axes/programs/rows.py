@@ -12,24 +12,29 @@ from typing import Literal, NamedTuple, final
 from torch import Tensor
 
 from axes.programs.code import FUNCTIONS, ON_TILES, constant
+from axes.programs.radial import radial
 from axes.programs.tiles import GRAD, NotTiles, Program, Shape, trace
 
 Kind = Literal["row", "number"]
 Function = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 SLOTS = 8  # inputs that the kernels have arguments for
 _X, _K2, _U = "x", "k2", "u"
+_EACH = "of entries"  # what entries of a row give to the derivative in |k|^2
 _EMPTY = {"sum": "0.0", "max": "float('-inf')"}  # what padding is to a reduction
 
 
 @final
 class Source(NamedTuple):
     """Text of a response. inputs: those that it reads, in order; mixes: whether entries of a row meet; length: whether
-    it reads |k|^2."""
+    it reads |k|^2; radial: whether it is a number times an error, by its length; beside: whether derivatives in its
+    inputs, and what entries give to that in |k|^2, are made entry by entry."""
 
     text: str
     inputs: tuple[str, ...]
     mixes: bool
     length: bool
+    radial: bool
+    beside: bool
 
 
 def source(function: Function, inputs: Mapping[str, Kind], width: int) -> Source:
@@ -74,12 +79,20 @@ def source(function: Function, inputs: Mapping[str, Kind], width: int) -> Source
         lines.append(f"    tl.store({to}, ({tile.value(GRAD + name, like)}).to(d{n}.dtype.element_ty), mask={mask})")
     lines += [f"    return {', '.join(tile.value(n, x) for n, x in ((_U, 'x'), (GRAD + _X, 'x'), (GRAD + _K2, 'k2')))}"]
     mixes = bool(program.reductions(program.needed([_U])))
-    if not mixes and set(kinds.values()) == {"row"}:
+    length = program.outputs.get(GRAD + _K2, 0.0)
+    added = program.operations[length] if isinstance(length, int) else None
+    whole = not mixes and set(kinds.values()) == {"row"} and (added is None or added.name == "sum v")
+    if whole:
+        program.outputs[_EACH] = length if added is None else added.inputs[0]
         alone = _Text(program, list(kinds), True)
-        named = [_U, *(GRAD + n for n in (_X, *kinds))]
+        named = [_U, *(GRAD + n for n in (_X, *kinds)), _EACH]
         lines += ["", "@triton.jit", f"def beside(x, k2, g, {slots}):", *alone.lines(named)]
         lines += [f"    return {', '.join(alone.value(n, 'x') for n in named)}"]
-    return Source("\n".join([*lines, ""]), tuple(kinds), mixes, _K2 in read)
+    rows, by_length = [n for n, kind in kinds.items() if kind == "row"], None
+    if mixes and len(rows) == 1:
+        numbers = [GRAD + n for n in (_K2, *kinds) if n != rows[0]]
+        by_length = radial(program, one.given, rows[0], (_U, GRAD + _X), numbers, slots)
+    return Source("\n".join([*lines, by_length or ""]), tuple(kinds), mixes, _K2 in read, by_length is not None, whole)
 
 
 class _Text:
@@ -89,7 +102,8 @@ class _Text:
     def __init__(self, program: Program, inputs: list[str], wide: bool) -> None:
         self.program, self.wide = program, wide
         given = {_X: "x", _K2: "k2", GRAD + _U: "g", **{n: f"i{k}" for k, n in enumerate(inputs)}}
-        self.names = {i: given.get(n, "0.0") for i, n in program.names.items()}
+        self.given = {i: given.get(n, "0.0") for i, n in program.names.items()}
+        self.names = dict(self.given)
 
     def lines(self, outputs: Iterable[str]) -> list[str]:
         """What makes these outputs."""

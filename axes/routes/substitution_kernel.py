@@ -80,7 +80,7 @@ def _every(update: StateUpdate) -> tuple[str, ...]:
 @fact
 def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]) -> Made | NotMade:
     """The response of a tuple for rows of this width, from these rates."""
-    from axes.kernels.substitution.chain import Response, register
+    from axes.kernels.substitution.chain import register
 
     p = update.parts()
     if p.step.at == "new" and type(p.memory).sharpness is not Memory.sharpness:
@@ -104,14 +104,14 @@ def response_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...
         return NotMade(str(reason))
     if "k" in source.inputs and d_k != width:
         return NotMade("it reads the key beside the value, and they are not of one width")
-    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes, source.length))
+    name = register(_known(source, kinds))
     return Made(name, source.inputs)
 
 
 @fact
 def reading_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]) -> Made | NotMade:
     """What a query reads beyond a product, as a response to S q; `names` of rates that the signal has."""
-    from axes.kernels.substitution.chain import Response, register
+    from axes.kernels.substitution.chain import register
 
     p, shapes = update.parts(), {per.name: per.shape for per in update.demands()}
     kinds: dict[str, rows.Kind] = {"q": "row"}
@@ -124,8 +124,16 @@ def reading_of(update: StateUpdate, width: int, d_k: int, names: tuple[str, ...]
         )
     except NotTiles as reason:
         return NotMade(str(reason))
-    name = register(Response(source.text, tuple(kinds[n] == "row" for n in source.inputs), source.mixes, source.length))
+    name = register(_known(source, kinds))
     return Made(name, source.inputs)
+
+
+def _known(source: rows.Source, kinds: Mapping[str, rows.Kind]) -> Any:
+    """A response as the kernels are told of it."""
+    from axes.kernels.substitution.chain import Response
+
+    which = tuple(kinds[n] == "row" for n in source.inputs)
+    return Response(source.text, which, source.mixes, source.length, source.radial, source.beside)
 
 
 def read(update: StateUpdate, signal: Signal, q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -150,7 +150,7 @@ from axes.kernels.substitution import chain, chunks
 
 chain._SIXTEEN = (torch.float32,)
 chain.AT_ONCE = {(gate, reads) for gate in range(2) for reads in range(3)}
-chain.AT_ONCE_PART = 32
+chain.AT_ONCE_PART, chain.AT_ONCE_COLUMNS = 32, 32
 """
 
 
@@ -175,7 +175,7 @@ def in_gluon(of, text, name):
         launched.extend([name] * (of is hopper))
         return made(of, text, name)
 
-chain.made = in_gluon
+chain.made, chain.RADIAL = in_gluon, False
 """
 WIDE = {
     "rates by rows, implicit": 'check(StateUpdate(SquaredError(), algorithm=Step(ROW_BETA, at="new")), 34, 64, 64)',
@@ -244,6 +244,52 @@ def test_passes_that_own_rows_equal_the_recurrence(case: str) -> None:
     interpret(f"{PROGRAM}{PACKED}{ANCHORED}{OWNED[case]}\nassert harsh[0].numel()")
 
 
+RADIAL = r"""
+import inspect
+import linecache
+from unittest.mock import patch
+from axes.kernels.common import versions
+from axes.kernels.substitution import chain
+from tests.gluon import stand_in
+
+stand_in("axes.kernels.substitution.hopper")
+radial = stand_in("axes.kernels.substitution.radial")
+chain._SIXTEEN, versions.hopper_refusal = (torch.float32,), lambda device: None
+launched, source, made = [], inspect.getsource, chain.made
+
+def in_gluon(of, text, name):
+    def read(x):
+        return "".join(linecache.cache[x.__file__][2]) if x is radial else source(x)
+    with patch.object(inspect, "getsource", read):
+        launched.extend([name] * (of is radial))
+        return made(of, text, name)
+
+chain.made = in_gluon
+UPDATE = StateUpdate(SquaredError(), OnUpdate(Sphere("whole")), GATED, Step(BETA))
+"""
+BY_LENGTH = {
+    "a filter along the key": "check(UPDATE, 34, 64, 64)",
+    "of more keys than rows": "check(UPDATE, 66, 128, 64)",
+    "of one token": "check(UPDATE, 1, 64, 128)",
+    "without a gate, clipped by length": (
+        'check(StateUpdate(Huber(Per("delta"), "norm"), algorithm=Step(BETA)), 37, 64, 64)'
+    ),
+    "a gate first, clipped by length": (
+        'check(StateUpdate(Huber(0.5, "norm"), monoid=GATED, algorithm=Step(BETA, at="gated")), 20, 64, 64)'
+    ),
+    "gates that close": "check(UPDATE, 34, 64, 64, 3.0)",
+    "packed": (
+        'packed_one_by_one(StateUpdate(Huber(0.5, "norm"), monoid=GATED, algorithm=Step(BETA)), [0, 17, 17, 90], 64)'
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_LENGTH)
+def test_passes_by_lengths_of_errors_equal_the_recurrence(case: str) -> None:
+    """Those of 16 bits, which the interpreter takes float32 for."""
+    interpret(f"{PROGRAM}{PACKED}{RADIAL}{BY_LENGTH[case]}\nassert launched")
+
+
 # ---- what is picked --------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +340,29 @@ def test_sums_of_a_row_are_operations() -> None:
 
     source = made(unit)
     assert source.mixes and "tl.sum(tl.where(inside, " in source.text
+
+
+@pytest.mark.parametrize(("function", "found"), [
+    (lambda x, k2, given: (given["v"] - x) * (x - given["v"]).square().sum(-1, keepdim=True).sqrt(), True),
+    (lambda x, k2, given: given["b"] * (x - given["v"]) / (1.0 + (x - given["v"]).square().sum(-1, True)), True),
+    (lambda x, k2, given: given["v"] - x, False),  # rows do not meet
+    (lambda x, k2, given: (given["v"] - x) * (x - given["v"]).sum(-1, keepdim=True), False),
+    (lambda x, k2, given: (given["v"] - x) * x.square().sum(-1, keepdim=True), False),
+    (lambda x, k2, given: (x - given["v"]).tanh() * (x - given["v"]).square().sum(-1, keepdim=True), False),
+    (lambda x, k2, given: x * (x - given["v"]).square().sum(-1, keepdim=True), False),
+])  # fmt: skip
+def test_a_number_times_an_error_by_its_length_is_found(function: rows.Function, found: bool) -> None:
+    source = made(function)
+    assert source.radial == found == ("def stride(" in source.text)
+
+
+def test_derivatives_entry_by_entry_are_those_of_rows_alone() -> None:
+    from axes.kernels.substitution.chain import known_response
+
+    update = Longhorn.update
+    found = substitution_kernel.response_of(update, 64, 64, substitution_kernel.names_of(update, {}))
+    assert isinstance(found, substitution_kernel.Made) and known_response(found.name)[0].beside
+    assert not made(lambda x, k2, given: given["b"] * (given["v"] - x)).beside
 
 
 @pytest.mark.parametrize("function", [

@@ -71,7 +71,7 @@ def cases() -> list[Case]:
             changes += [{"rows": walk.rows * 2}]
         found.append([Case(rule, 64, "token", change) for change in changes])
     spread: list[dict[str, Any]] = [{"AT_ONCE": ()}, {"AT_ONCE": tuple((g, r) for g in range(3) for r in range(3))}]
-    spread += [{"AT_ONCE_WARPS": 16}, {"SERIAL_PART": 128}]
+    spread += [{"AT_ONCE_WARPS": 8, "AT_ONCE_COLUMNS": 128}, {"SERIAL_PART": 128}]
     rules = (("longhorn", 128), ("yaad", 128), ("yaad prev", 128), ("frank-wolfe delta", 128), ("ttt-linear", 64))
     for rule, width in rules:
         rows = rule in ("longhorn", "yaad", "yaad prev")  # a head is one program where rows meet

@@ -22,7 +22,16 @@ import triton.language as tl  # noqa: F401
 from axes.kernels.common.gluon import barrier, copies_end, copies_wait, copy, gl, gluon, mma_v2
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import first_slot, floored, unit_rows
-from axes.kernels.substitution.hopper import _WIDE, _by_copies, _by_state, _by_tokens, _fetch, _kept, _put_state
+from axes.kernels.substitution.hopper import (
+    _WIDE,
+    _by_copies,
+    _by_state,
+    _by_tokens,
+    _fetch,
+    _kept,
+    _out,
+    _put_state,
+)
 from axes.kernels.substitution.passes import _column, wanted
 from axes.kernels.substitution.response import ask, beside  # replaced
 
@@ -83,16 +92,6 @@ def _met(left, right, none, TURN: gl.constexpr, DTYPE: gl.constexpr, U: gl.const
     j = gl.arange(0, 16, gl.SliceLayout(0, U))[None, :]
     made = gl.where((i >= j) if TURN else (i <= j), made, 0.0).to(DTYPE)
     return gl.convert_layout(made.permute((1, 0)), gl.DotOperandLayout(1, U, 2))
-
-
-@gluon.jit
-def _out(ptr, tile, first, rows, head, H, part, D: gl.constexpr, S: gl.constexpr, W: gl.constexpr):
-    """S of the D columns of 16 tokens, from shared memory."""
-    bits: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-    layout: gl.constexpr = _by_copies(S, bits, W)
-    token = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    d = part + gl.arange(0, S, gl.SliceLayout(0, layout))[None, :]
-    gl.store(ptr + (first * H + head) * D + token * (H * D) + d, tile.load(layout), mask=(token < rows) & (d < D))
 
 
 @Kernel

@@ -45,22 +45,28 @@ COLUMNS = 128  # of the gradients of keys and queries, of a program
 # Gradients of a chunk in one pass: of which gates (none, of the state) and reads, rows of the state at a time. Of an
 # anchored response they are right too, and 5 % slower.
 AT_ONCE: tuple[tuple[int, int], ...] = ((0, 0), (0, 1), (1, 0), (1, 1))
-AT_ONCE_PART, AT_ONCE_WARPS = 64, 8
+AT_ONCE_PART, AT_ONCE_WARPS, AT_ONCE_COLUMNS = 64, 4, 64
 SERIAL_PART = 64  # rows of a serial program on Hopper, where rows do not meet
 PART = 64  # rows of the state of a serial program, where rows do not meet
+RADIAL = True  # whether responses by the length of an error have serial passes of their own
+STAGES = 3  # blocks of tokens in shared memory
+SETTLED_WARPS = 1
 ANCHORED, ANCHORED_BACK = (64, 3), (64, 2)  # rows of a program of `anchored`, blocks of tokens in shared memory
 TOGETHER = (64, 4, 1, 128)  # rows of a state at a time, warps, stages, columns of a program
 AGAIN = 32  # of one that makes tokens again behind what is not finite
 
 
 class Response(NamedTuple):
-    """What a token writes: text of the functions of `response`, which of its inputs are rows, and whether entries of a
-    row meet in it."""
+    """What a token writes: text of the functions of `response`, which of its inputs are rows, whether entries of a row
+    meet in it, whether it reads |k|^2, is a number times an error, by its length (`stride` in its text), and has
+    derivatives that are made entry by entry (`beside`)."""
 
     text: str
     rows: tuple[bool, ...]
     mixes: bool
     length: bool = True
+    radial: bool = False
+    beside: bool = False
 
 
 _IMPORT = re.compile(r"from axes\.kernels\.substitution\.response import .*  # replaced\n")
@@ -110,6 +116,13 @@ def _serial(name: str) -> ModuleType:
     from axes.kernels.substitution import hopper
 
     return made(hopper, _SUMS.sub(r"\1[None, :]", known_response(name)[0].text), name)
+
+
+@cache
+def _radial(name: str) -> ModuleType:
+    from axes.kernels.substitution import radial
+
+    return made(radial, _SUMS.sub(r"\1[None, :]", known_response(name)[0].text), name)
 
 
 @cache
@@ -193,8 +206,11 @@ class _Sizes(NamedTuple):
     def serial(self, g: Tensor | None) -> dict[str, Any]:
         warps, kinds = self.serial_part // 16, "".join("r" if row else "n" for row in self.response.rows)
         sizes = dict(K=self.shape[3], V=self.shape[4], BV=self.serial_part, W=warps, num_warps=warps)
-        terms = dict(GATED=g is not None, KINDS=kinds, MIXES=self.response.mixes)
+        terms = dict(GATED=g is not None, KINDS=kinds, MIXES=self.response.mixes, STAGES=STAGES)
         return {**self.where(), **sizes, **terms}
+
+    def radial(self, g: Tensor | None) -> dict[str, Any]:
+        return {n: x for n, x in self.serial(g).items() if n not in ("BV", "MIXES")}
 
     def anchored(self, rows: int, stages: int) -> dict[str, Any]:
         part = min(self.shape[4], rows)
@@ -271,7 +287,13 @@ def _forward(
             READS=reads,
             num_warps=1,
         )
-        if serial_on_hopper(k, g, (q, k, i0, i1, i2, i3, i4, i5, i6, i7), width, name, reads):
+        serial = serial_on_hopper(k, g, (q, k, i0, i1, i2, i3, i4, i5, i6, i7), width, name, reads)
+        if serial and s.response.radial and RADIAL:
+            _radial(name).forward[(cut.units * h,)](
+                q, k, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, cut.offsets,
+                **s.radial(g), STARTED=start is not None, RECORD=record or last,
+            )  # fmt: skip
+        elif serial:
             _serial(name).forward[(cut.units * h * s.serial_parts,)](
                 q, k, i0, i1, i2, i3, i4, i5, i6, i7, products, start, o, seen, states, final, cut.offsets,
                 **s.serial(g), STARTED=start is not None, RECORD=record or last,
@@ -331,29 +353,55 @@ def _backward(
                 harsh, **{**more, "num_stages": TOGETHER[2]}, V=width, BD=columns, BV=TOGETHER[0],
                 SPLIT=split, num_warps=TOGETHER[1],
             )  # fmt: skip
-        if serial_on_hopper(k, g, (q, k, do, *given), width, name, reads):
-            _serial(name).reverse[(cut.units * h * s.serial_parts,)](
-                q, k, *given, products, seen, do, dfinal, dlast, asked, dstates, dstart, cut.offsets,
-                **s.serial(g), LAST=last,
+        serial = serial_on_hopper(k, g, (q, k, do, *given), width, name, reads)
+        radial, beside = serial and s.response.radial and RADIAL, serial and s.response.beside
+        if radial:
+            sizes, of, blocks = s.radial(g), s.response.rows.index(True), programs * (cut.chunk // BLOCK)
+            kinds = sizes.pop("KINDS")
+            settles, squares = k.new_empty(blocks, 816, dtype=torch.float32), torch.empty_like(dk2)
+            met = torch.empty_like(dk2)
+            _radial(name).settled[(blocks,)](
+                *given, products, seen, settles, squares, cut.offsets, cut.units_of_slots, **s.where(), V=width,
+                KINDS=kinds, num_warps=SETTLED_WARPS,
             )  # fmt: skip
+            _radial(name).reverse[(cut.units * h,)](
+                q, k, given[of], grads[of], products, settles, seen, do, dfinal, dlast, written, turns, met, dstates,
+                dstart, cut.offsets, **sizes, LAST=last,
+            )  # fmt: skip
+            _radial(name).paid[(programs,)](
+                *given, *grads, products, squares, met, dk2, cut.offsets, cut.units_of_slots, **s.where(), KINDS=kinds,
+                num_warps=1,
+            )  # fmt: skip
+        elif serial:
+            own = s.serial(g)
+            shares = k.new_empty(s.serial_parts * own["W"] if s.response.length else 0, b, t, h, dtype=torch.float32)
+            _serial(name).reverse[(cut.units * h * s.serial_parts,)](
+                q, k, *given, *grads, products, seen, do, dfinal, dlast, asked, written, turns, shares, dstates, dstart,
+                cut.offsets, b * t * h, **own, LAST=last, BESIDE=beside, LENGTH=s.response.length,
+            )  # fmt: skip
+            dk2 = shares.sum(0) if beside else dk2
         else:
             s.kernels.reverse[(cut.units * h * s.parts,)](
                 q, k, g, *given, products, seen, do, dfinal, dbefore, dlast, asked, dstates, dstart,
                 cut.offsets, harsh, **more, SPLIT=split, V=width, BV=s.part, GATE=_gate(g), READS=reads, LAST=last,
                 num_warps=s.warps,
             )  # fmt: skip
-        s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
-            *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
-            harsh, **s.where(), SPLIT=split, V=width, BV=_padded(width), LAST=last, num_warps=SLOPES_WARPS,
-            num_stages=1,
-        )  # fmt: skip
+        if not (radial or beside):
+            s.kernels.slopes[(programs * (cut.chunk // BLOCK),)](
+                *given, *grads, products, seen, asked, dlast, written, turns, dk2, cut.offsets, cut.units_of_slots,
+                harsh, **s.where(), SPLIT=split, V=width, BV=_padded(width), LAST=last, num_warps=SLOPES_WARPS,
+                num_stages=1,
+            )  # fmt: skip
         exact, do = k.dtype == torch.float32, do.to(k.dtype)
         if k.dtype in _SIXTEEN and (_gate(g), reads) in AT_ONCE:
-            chunks.behind[(programs,)](
-                q, k, g, do, written, turns, states, dstates, before, dbefore, dk2, dq, dk, dg, cut.offsets,
-                cut.units_of_slots, **more, V=width, BV=AT_ONCE_PART, READS=reads, GATED=g is not None,
-                num_warps=AT_ONCE_WARPS,
+            columns = min(AT_ONCE_COLUMNS, more["BK"])
+            apart = None if g is None else g.new_empty(more["BK"] // columns, *g.shape)
+            chunks.behind[(programs * (more["BK"] // columns),)](
+                q, k, g, do, written, turns, states, dstates, before, dbefore, dk2, dq, dk, apart, cut.offsets,
+                cut.units_of_slots, b * t * h, **more, V=width, BD=columns, BV=AT_ONCE_PART, READS=reads,
+                GATED=g is not None, num_warps=AT_ONCE_WARPS,
             )  # fmt: skip
+            dg = None if apart is None else apart.sum(0)
             return [dq, dk, dg, dstart, *grads]  # type: ignore[list-item]
         met = k.new_empty(programs, 2, cut.chunk, cut.chunk)
         more |= dict(V=width, BV=32 if exact else 64, GATE=_gate(g), READS=reads, SUMS="ieee" if exact else "halves")

@@ -20,34 +20,37 @@ from axes.kernels.substitution.passes import _load_state, _sight, _unit_end, wan
 
 
 @Kernel
-@triton.jit(do_not_specialize=["T", "N", "H"])
+@triton.jit(do_not_specialize=["tokens", "T", "N", "H"])
 def behind(
-    q, k, g, do, written, turns, states, dstates, before, dbefore, dk2, dq, dk, dg, offsets, units, T, N, H,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-    GATED: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, g, do, written, turns, states, dstates, before, dbefore, dk2, dq, dk, dg, offsets, units, tokens, T, N, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    PACKED: tl.constexpr, GATED: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and derivatives in gates of a chunk."""
-    pid = tl.program_id(0).to(tl.int64)
+    """dq and dk of a chunk, BD columns of them in a program, and what these give to derivatives in gates,
+    (BK / BD, tokens, H)."""
+    PARTS: tl.constexpr = BK // BD
+    part = tl.program_id(0) % PARTS
+    pid = (tl.program_id(0) // PARTS).to(tl.int64)
     head = pid % H
     slot = pid // H
     unit, first, end = slot_rows(offsets, units, slot, T, N, C, PACKED)
     rows = (end - first).to(tl.int32)
     if rows > 0:
-        d = tl.arange(0, BK)
+        d = part * BD + tl.arange(0, BD)
         i = tl.arange(0, C)
         late, soon = i[:, None], i[None, :]
         kind = written.dtype.element_ty
-        grad_q = tl.zeros([C, BK], dtype=tl.float32)
-        by_reads = tl.zeros([C, BK], dtype=tl.float32)
-        by_writes = tl.zeros([C, BK], dtype=tl.float32)
+        grad_q = tl.zeros([C, BD], dtype=tl.float32)
+        by_reads = tl.zeros([C, BD], dtype=tl.float32)
+        by_writes = tl.zeros([C, BD], dtype=tl.float32)
         outs = tl.zeros([C, C], dtype=tl.float32)
         reads = tl.zeros([C, C], dtype=tl.float32)
-        kept = tl.zeros([BK], dtype=tl.float32)
+        kept = tl.zeros([BD], dtype=tl.float32)
         if READS == 2:
             stop = _unit_end(offsets, unit, T, PACKED)
             block = (rows - 1) // 16 * 16  # whose first state is shown, where the unit ends here
-            by_before = tl.zeros([C, BK], dtype=tl.float32)
-            shown_before = tl.zeros([BK], dtype=tl.float32)
+            by_before = tl.zeros([C, BD], dtype=tl.float32)
+            shown_before = tl.zeros([BD], dtype=tl.float32)
         for at in range(0, V, BV):
             v = at + tl.arange(0, BV)
             shown = load_tile(do, first, rows, v, head, H, V, C)
@@ -115,7 +118,7 @@ def behind(
             if READS == 2:
                 total += tl.sum(tl.where(soon // 16 > late // 16, through[None, :], 0.0), 1)
                 total += tl.where(i < block, tl.sum(shown_before, 0), 0.0)
-            tl.store(dg + (first + i) * H + head, total, mask=i < rows)
+            tl.store(dg + part * tokens + (first + i) * H + head, total, mask=i < rows)
         length = tl.load(dk2 + (first + i) * H + head, mask=i < rows, other=0.0)[:, None]
         store_tile(dq, grad_q + own * near, first, rows, d, head, H, K, C)
         store_tile(dk, by_writes + by_reads + own * asked + 2.0 * length * near, first, rows, d, head, H, K, C)

@@ -18,7 +18,7 @@ from axes.kernels.common.gluon import barrier, copies_end, copies_wait, copy, gl
 from axes.kernels.common.launch import Kernel
 from axes.kernels.common.tiles import first_slot, unit_rows
 from axes.kernels.substitution.passes import _column
-from axes.kernels.substitution.response import ask  # replaced
+from axes.kernels.substitution.response import ask, beside  # replaced
 
 _SIZES = ["T", "N", "H"]
 _WIDE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # of 16 bits
@@ -57,10 +57,10 @@ def _by_copies(d, bits, w):
 
 @gluon.constexpr_function
 def _of_tokens(bv, w, mixes):
-    """Of (rows, 16 tokens): a thread has a row, or a warp has them all."""
+    """Of (rows, 16 tokens): a thread has a row, of those that products leave to its warp, or a warp has them all."""
     if mixes:
         return gl.BlockedLayout([bv // 32, 16], [32, 1], [1, w], [0, 1])
-    return gl.BlockedLayout([1, 16], [32, 1], [w, 1], [0, 1])
+    return gl.BlockedLayout([1, 16], [bv // w, 32 * w // bv], [w, 1], [0, 1])
 
 
 @gluon.constexpr_function
@@ -68,14 +68,15 @@ def _of_one(bv, w, mixes):
     """Of (rows, 1), where `_of_tokens` has them."""
     if mixes:
         return gl.BlockedLayout([bv // 32, 1], [32, 1], [1, w], [0, 1])
-    return gl.BlockedLayout([1, 1], [32, 1], [w, 1], [0, 1])
+    return gl.BlockedLayout([1, 1], [bv // w, 32 * w // bv], [w, 1], [0, 1])
 
 
 @gluon.jit
-def _room(ptr, S: gl.constexpr, PHASES: gl.constexpr):
-    """Shared memory for S columns of two blocks of tokens: of 8 phases for products, of one to be read by tokens."""
+def _room(ptr, S: gl.constexpr, PHASES: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for S columns of so many blocks of tokens: of 8 phases for products, of one to be read by tokens.
+    """
     kind: gl.constexpr = ptr.dtype.element_ty
-    return gl.allocate_shared_memory(kind, [2, 16, S], _kept(kind.primitive_bitwidth, PHASES))
+    return gl.allocate_shared_memory(kind, [STAGES, 16, S], _kept(kind.primitive_bitwidth, PHASES))
 
 
 @gluon.jit
@@ -164,8 +165,24 @@ def _by_tokens(left, tile, acc, U: gl.constexpr):
 
 
 @gluon.jit
+def _out(ptr, tile, first, rows, head, H, part, D: gl.constexpr, S: gl.constexpr, W: gl.constexpr):
+    """S of the D columns of 16 tokens, from shared memory."""
+    bits: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = _by_copies(S, bits, W)
+    token = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    d = part + gl.arange(0, S, gl.SliceLayout(0, layout))[None, :]
+    gl.store(ptr + (first * H + head) * D + token * (H * D) + d, tile.load(layout), mask=(token < rows) & (d < D))
+
+
+@gluon.jit
 def _put_state(ptr, state, index, v, d, V: gl.constexpr, K: gl.constexpr):
     gl.store(ptr + index * (V * K) + v[:, None] * K + d[None, :], state.to(ptr.dtype.element_ty))
+
+
+@gluon.jit
+def _place(slot, n, head, H, C: gl.constexpr):
+    """Where block n of a unit stands among all."""
+    return ((slot + n // (C // 16)) * H + head) * (C // 16) + n % (C // 16)
 
 
 @Kernel
@@ -174,7 +191,7 @@ def forward(
     q, k, p0, p1, p2, p3, p4, p5, p6, p7, products, start, o, seen, states, final, offsets, T, N, H,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, PACKED: gl.constexpr,
     STARTED: gl.constexpr, GATED: gl.constexpr, RECORD: gl.constexpr, KINDS: gl.constexpr, MIXES: gl.constexpr,
-    W: gl.constexpr,
+    STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """o, the final state, what keys read, the first state of every chunk (RECORD)."""
     PARTS: gl.constexpr = V // BV
@@ -190,15 +207,15 @@ def forward(
     unit = pid // PARTS // H
     first, end = unit_rows(offsets, unit, T, PACKED)
     slot = first_slot(first, unit, N, C, PACKED)
-    ks = gl.allocate_shared_memory(DTYPE, [2, 16, K], _WIDE)
-    qs = gl.allocate_shared_memory(DTYPE, [2, 16, K], _WIDE)
-    pairs = gl.allocate_shared_memory(gl.float32, [2, 32, 16], _SLIM)
-    lines = gl.allocate_shared_memory(gl.float32, [2, 4, 16], _SLIM)
+    ks = gl.allocate_shared_memory(DTYPE, [STAGES, 16, K], _WIDE)
+    qs = gl.allocate_shared_memory(DTYPE, [STAGES, 16, K], _WIDE)
+    pairs = gl.allocate_shared_memory(gl.float32, [STAGES, 32, 16], _SLIM)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 16], _SLIM)
     squares = gl.allocate_shared_memory(DTYPE, [16, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))
     tiles = ()
     for i in gl.static_range(_count(KINDS)):
         if _is_row(KINDS, i):
-            tiles = tiles + (_room(pointers[i], BV, 1),)
+            tiles = tiles + (_room(pointers[i], BV, 1, STAGES),)
     v = part + gl.arange(0, BV, gl.SliceLayout(1, U))
     d = gl.arange(0, K, gl.SliceLayout(0, U))
     token = gl.arange(0, 16, gl.SliceLayout(0, R))[None, :]
@@ -213,37 +230,42 @@ def forward(
         state = gl.load(start + (unit * H + head) * (V * K) + v[:, None] * K + d[None, :])
     blocks = ((end - first + 16 - 1) // 16).to(gl.int32)
     rows = gl.minimum(end - first, 16).to(gl.int32)
-    some = gl.minimum(blocks, 1)
-    _fetch(ks.index(0), k, first, rows, head, H, 0, K, K, W)
-    _fetch(qs.index(0), q, first, rows, head, H, 0, K, K, W)
-    for i in gl.static_range(_count(KINDS)):
-        if _is_row(KINDS, i):
-            _fetch(tiles[_before(KINDS, i, "r")].index(0), pointers[i], first, rows, head, H, part, V, BV, W)
-    _fetch_pairs(pairs.index(0), lines.index(0), products + (slot * H + head) * (C // 16) * 576, some, W)
-    copies_end()
+    far = first
+    for stage in gl.static_range(STAGES - 1):
+        more = gl.maximum(gl.minimum(end - far, 16), 0).to(gl.int32)
+        near = products + _place(slot, stage, head, H, C) * 576
+        _fetch(ks.index(stage), k, far, more, head, H, 0, K, K, W)
+        _fetch(qs.index(stage), q, far, more, head, H, 0, K, K, W)
+        for i in gl.static_range(_count(KINDS)):
+            if _is_row(KINDS, i):
+                _fetch(tiles[_before(KINDS, i, "r")].index(stage), pointers[i], far, more, head, H, part, V, BV, W)
+        _fetch_pairs(pairs.index(stage), lines.index(stage), near, gl.minimum(more, 1), W)
+        copies_end()
+        far += 16
     numbers = _numbers(pointers, first, rows, head, H, KINDS, R)
     for n in range(0, blocks):
-        half = n % 2
+        half = n % STAGES
         rows = gl.minimum(end - first, 16).to(gl.int32)
         place = (slot + n // (C // 16)) * H + head
         if RECORD:  # noqa: SIM102 (a constant around a test)
             if n % (C // 16) == 0:
                 _put_state(states, state, place, v, d, V, K)
-        copies_wait(0)
+        copies_wait(STAGES - 2)
         barrier()
-        # what the next block needs is on its way while this one is gone through
-        later = first + 16
-        more = gl.maximum(gl.minimum(end - later, 16), 0).to(gl.int32)
-        some = gl.minimum(more, 1)
-        other = (n + 1) % 2
-        _fetch(ks.index(other), k, later, more, head, H, 0, K, K, W)
-        _fetch(qs.index(other), q, later, more, head, H, 0, K, K, W)
+        # what later blocks need is on its way while this one is gone through
+        more = gl.maximum(gl.minimum(end - far, 16), 0).to(gl.int32)
+        other = (n + STAGES - 1) % STAGES
+        near = products + _place(slot, n + STAGES - 1, head, H, C) * 576
+        _fetch(ks.index(other), k, far, more, head, H, 0, K, K, W)
+        _fetch(qs.index(other), q, far, more, head, H, 0, K, K, W)
         for i in gl.static_range(_count(KINDS)):
             if _is_row(KINDS, i):
-                _fetch(tiles[_before(KINDS, i, "r")].index(other), pointers[i], later, more, head, H, part, V, BV, W)
-        near = products + (((slot + (n + 1) // (C // 16)) * H + head) * (C // 16) + (n + 1) % (C // 16)) * 576
-        _fetch_pairs(pairs.index(other), lines.index(other), near, some, W)
+                _fetch(tiles[_before(KINDS, i, "r")].index(other), pointers[i], far, more, head, H, part, V, BV, W)
+        _fetch_pairs(pairs.index(other), lines.index(other), near, gl.minimum(more, 1), W)
         copies_end()
+        far += 16
+        later = first + 16
+        more = gl.maximum(gl.minimum(end - later, 16), 0).to(gl.int32)
         next_numbers = _numbers(pointers, later, more, head, H, KINDS, R)
         pair, line = pairs.index(half), lines.index(half)
         left = gl.convert_layout(state.to(DTYPE), gl.DotOperandLayout(0, U, 2))
@@ -289,35 +311,45 @@ def forward(
 @Kernel
 @gluon.jit(do_not_specialize=_SIZES)
 def reverse(
-    q, k, p0, p1, p2, p3, p4, p5, p6, p7, products, seen, do, dfinal, dlast, asked, dstates, dstart, offsets, T, N, H,
+    q, k, p0, p1, p2, p3, p4, p5, p6, p7, d0, d1, d2, d3, d4, d5, d6, d7, products, seen, do, dfinal, dlast, asked,
+    written_u, written_w, lengths, dstates, dstart, offsets, tokens, T, N, H,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BV: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, LAST: gl.constexpr, KINDS: gl.constexpr, MIXES: gl.constexpr, W: gl.constexpr,
+    GATED: gl.constexpr, LAST: gl.constexpr, KINDS: gl.constexpr, MIXES: gl.constexpr, BESIDE: gl.constexpr,
+    LENGTH: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """What every u is asked for, and derivatives in the last state of every chunk and in the first of all."""
+    """What every u is asked for, and derivatives in the last state of every chunk and in the first of all; BESIDE: u, w
+    and derivatives in inputs for what u are asked for, and what 16 rows each give to those in |k|^2."""
     PARTS: gl.constexpr = V // BV
     U: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
     R: gl.constexpr = _of_tokens(BV, W, MIXES)
     C1: gl.constexpr = _of_one(BV, W, MIXES)
     DTYPE: gl.constexpr = k.dtype.element_ty
     pointers = (p0, p1, p2, p3, p4, p5, p6, p7)
+    grads = (d0, d1, d2, d3, d4, d5, d6, d7)
+    COUNT: gl.constexpr = _count(KINDS)
     pid = gl.program_id(0).to(gl.int64)
     part = (pid % PARTS).to(gl.int32) * BV
     head = pid // PARTS % H
     unit = pid // PARTS // H
     begin, end = unit_rows(offsets, unit, T, PACKED)
     slot = first_slot(begin, unit, N, C, PACKED)
-    ks = gl.allocate_shared_memory(DTYPE, [2, 16, K], _WIDE)
-    qs = gl.allocate_shared_memory(DTYPE, [2, 16, K], _WIDE)
-    pairs = gl.allocate_shared_memory(gl.float32, [2, 32, 16], _SLIM)
-    lines = gl.allocate_shared_memory(gl.float32, [2, 4, 16], _SLIM)
-    dos = _room(do, BV, 1)
-    shows = _room(do, BV, 8)
-    xs = _room(seen, BV, 1)
+    ks = gl.allocate_shared_memory(DTYPE, [STAGES, 16, K], _WIDE)
+    qs = gl.allocate_shared_memory(DTYPE, [STAGES, 16, K], _WIDE)
+    pairs = gl.allocate_shared_memory(gl.float32, [STAGES, 32, 16], _SLIM)
+    lines = gl.allocate_shared_memory(gl.float32, [STAGES, 4, 16], _SLIM)
+    dos = _room(do, BV, 1, STAGES)
+    shows = _room(do, BV, 8, STAGES)
+    xs = _room(seen, BV, 1, STAGES)
     squares = gl.allocate_shared_memory(DTYPE, [16, 16], gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))
     tiles = ()
     for i in gl.static_range(_count(KINDS)):
         if _is_row(KINDS, i):
-            tiles = tiles + (_room(pointers[i], BV, 1),)
+            tiles = tiles + (_room(pointers[i], BV, 1, STAGES),)
+    if BESIDE:
+        WARPS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
+        warp = gl.arange(0, W, gl.SliceLayout(1, WARPS))[:, None]
+        warp_token = gl.arange(0, 16, gl.SliceLayout(0, WARPS))[None, :]
+        rooms = gl.allocate_shared_memory(DTYPE, [2, 16, BV], _kept(16, 8))
     v = part + gl.arange(0, BV, gl.SliceLayout(1, U))
     d = gl.arange(0, K, gl.SliceLayout(0, U))
     token = gl.arange(0, 16, gl.SliceLayout(0, R))[None, :]
@@ -329,48 +361,60 @@ def reverse(
     if LAST:
         last = gl.load(dlast + (unit * H + head) * V + row)
     blocks = ((end - begin + 16 - 1) // 16).to(gl.int32)
-    some = gl.minimum(blocks, 1)
     n = gl.maximum(blocks - 1, 0)
     first = begin + n * 16
+    far = first
+    for stage in gl.static_range(STAGES - 1):
+        more = gl.where(n >= stage, gl.minimum(end - far, 16), 0).to(gl.int32)
+        near = products + _place(slot, gl.maximum(n - stage, 0), head, H, C) * 576
+        _fetch(ks.index(stage), k, far, more, head, H, 0, K, K, W)
+        _fetch(qs.index(stage), q, far, more, head, H, 0, K, K, W)
+        _fetch(dos.index(stage), do, far, more, head, H, part, V, BV, W)
+        _fetch(shows.index(stage), do, far, more, head, H, part, V, BV, W)
+        _fetch(xs.index(stage), seen, far, more, head, H, part, V, BV, W)
+        for i in gl.static_range(_count(KINDS)):
+            if _is_row(KINDS, i):
+                _fetch(tiles[_before(KINDS, i, "r")].index(stage), pointers[i], far, more, head, H, part, V, BV, W)
+        _fetch_pairs(pairs.index(stage), lines.index(stage), near, gl.minimum(more, 1), W)
+        copies_end()
+        far -= 16
     rows = gl.minimum(end - first, 16).to(gl.int32)
-    half = n % 2
-    _fetch(ks.index(half), k, first, rows, head, H, 0, K, K, W)
-    _fetch(qs.index(half), q, first, rows, head, H, 0, K, K, W)
-    _fetch(dos.index(half), do, first, rows, head, H, part, V, BV, W)
-    _fetch(shows.index(half), do, first, rows, head, H, part, V, BV, W)
-    _fetch(xs.index(half), seen, first, rows, head, H, part, V, BV, W)
-    for i in gl.static_range(_count(KINDS)):
-        if _is_row(KINDS, i):
-            _fetch(tiles[_before(KINDS, i, "r")].index(half), pointers[i], first, rows, head, H, part, V, BV, W)
-    near = products + (((slot + n // (C // 16)) * H + head) * (C // 16) + n % (C // 16)) * 576
-    _fetch_pairs(pairs.index(half), lines.index(half), near, some, W)
-    copies_end()
+    near = products + _place(slot, n, head, H, C) * 576
     numbers = _numbers(pointers, first, rows, head, H, KINDS, R)
+    if BESIDE:
+        of_token = gl.arange(0, 16, gl.SliceLayout(0, U))[None, :]
+        near_lengths = gl.load(near + 17 * of_token, mask=of_token < rows, other=0.0)
+        if LAST:
+            own_last = gl.load(dlast + (unit * H + head) * V + v[:, None])
     for step in range(0, blocks):
         n = blocks - 1 - step
-        half = n % 2
+        half = step % STAGES
         rows = gl.minimum(end - first, 16).to(gl.int32)
         place = (slot + n // (C // 16)) * H + head
         if (step == 0) | (n % (C // 16) == C // 16 - 1):
             _put_state(dstates, state, place, v, d, V, K)
-        copies_wait(0)
+        copies_wait(STAGES - 2)
         barrier()
-        earlier = first - 16
-        some = gl.minimum(n, 1)
-        more = some * 16
-        other = (n + 1) % 2
-        _fetch(ks.index(other), k, earlier, more, head, H, 0, K, K, W)
-        _fetch(qs.index(other), q, earlier, more, head, H, 0, K, K, W)
-        _fetch(dos.index(other), do, earlier, more, head, H, part, V, BV, W)
-        _fetch(shows.index(other), do, earlier, more, head, H, part, V, BV, W)
-        _fetch(xs.index(other), seen, earlier, more, head, H, part, V, BV, W)
+        m = n - (STAGES - 1)
+        more = gl.where(m >= 0, 16, 0)
+        other = (step + STAGES - 1) % STAGES
+        near = products + _place(slot, gl.maximum(m, 0), head, H, C) * 576
+        _fetch(ks.index(other), k, far, more, head, H, 0, K, K, W)
+        _fetch(qs.index(other), q, far, more, head, H, 0, K, K, W)
+        _fetch(dos.index(other), do, far, more, head, H, part, V, BV, W)
+        _fetch(shows.index(other), do, far, more, head, H, part, V, BV, W)
+        _fetch(xs.index(other), seen, far, more, head, H, part, V, BV, W)
         for i in gl.static_range(_count(KINDS)):
             if _is_row(KINDS, i):
-                _fetch(tiles[_before(KINDS, i, "r")].index(other), pointers[i], earlier, more, head, H, part, V, BV, W)
-        before = gl.maximum(n - 1, 0)
-        near = products + (((slot + before // (C // 16)) * H + head) * (C // 16) + before % (C // 16)) * 576
-        _fetch_pairs(pairs.index(other), lines.index(other), near, some, W)
+                _fetch(tiles[_before(KINDS, i, "r")].index(other), pointers[i], far, more, head, H, part, V, BV, W)
+        _fetch_pairs(pairs.index(other), lines.index(other), near, gl.minimum(more, 1), W)
         copies_end()
+        far -= 16
+        earlier = first - 16
+        more = gl.minimum(n, 1) * 16
+        near = products + _place(slot, gl.maximum(n - 1, 0), head, H, C) * 576
+        if BESIDE:
+            next_lengths = gl.load(near + 17 * of_token, mask=of_token < more, other=0.0)
         next_numbers = _numbers(pointers, earlier, more, head, H, KINDS, R)
         pair, line = pairs.index(half), lines.index(half)
         shown, x = dos.index(half), xs.index(half)
@@ -384,6 +428,7 @@ def reverse(
         y = mma_v2(a, squares.load(gl.DotOperandLayout(1, U, 2)), y)
         y = gl.convert_layout(y, R)
         w = y
+        asks = y
         for t in gl.static_range(15, -1, -1):
             near_row = pair.slice(t, 1).load(R)
             k2 = _number(near_row, token, t, R, C1)
@@ -395,11 +440,38 @@ def reverse(
             made = gl.where(there, ask(_one(x, t, C1), k2, now, given, inside, True), 0.0)
             if LAST:
                 made = gl.where(row * 0 + t + first == end - 1, made + last, made)
-            gl.store(asked + ((first + t) * H + head) * V + row, now, mask=there)
+            if BESIDE:
+                asks = gl.where(token == t, gl.convert_layout(gl.sum(now, 1), gl.SliceLayout(1, R))[:, None], asks)
+            else:
+                gl.store(asked + ((first + t) * H + head) * V + row, now, mask=there)
             w_t = gl.convert_layout(gl.sum(made, 1), gl.SliceLayout(1, R))[:, None]
             w = gl.where(token == t, w_t, w)
             if t > 0:
                 y += w_t * near_row
+        if BESIDE:
+            rows_of = v[:, None]
+            column = gl.arange(0, 16, gl.SliceLayout(0, U))[None, :]
+            there = (column < rows) & (rows_of < V)
+            these = ()
+            for i in gl.static_range(COUNT):
+                these = these + (tiles[i].index(half).permute((1, 0)).load(U).to(gl.float32),)
+            parts = beside(
+                x.permute((1, 0)).load(U), near_lengths, gl.convert_layout(asks, U), these[0], these[1 % COUNT],
+                these[2 % COUNT], these[3 % COUNT], these[4 % COUNT], these[5 % COUNT], these[6 % COUNT],
+                these[7 % COUNT],
+            )  # fmt: skip
+            place_of = (first * H + head) * V + column * (H * V) + rows_of
+            for i in gl.static_range(COUNT):
+                gl.store(grads[i] + place_of, parts[2 + i].to(grads[i].dtype.element_ty), mask=there)
+            if LENGTH:
+                of_warps = gl.sum(gl.where(there, parts[2 + COUNT], 0.0).reshape([W, BV // W, 16]), 1)
+                to = lengths + (part // BV * W + warp).to(gl.int64) * tokens + (first + warp_token) * H + head
+                gl.store(to, gl.convert_layout(of_warps, WARPS), mask=(warp_token < rows) & (warp >= 0))
+            turned = parts[1]
+            if LAST:
+                turned = gl.where(column + first == end - 1, turned + own_last, turned)
+            rooms.index(0).permute((1, 0)).store(gl.where(there, parts[0], 0.0).to(DTYPE))
+            rooms.index(1).permute((1, 0)).store(gl.where(there, turned, 0.0).to(DTYPE))
         if GATED:
             a = (a.to(gl.float32) * line.slice(0, 1).load(gl.DotOperandLayout(0, U, 2))).to(DTYPE)
             w = w * line.slice(1, 1).load(R)
@@ -409,6 +481,11 @@ def reverse(
             kept = _column(line.slice(0, 1).load(U), gl.arange(0, 16, gl.SliceLayout(0, U))[None, :], 15)
             state = state * kept[:, None]
         state = state + written
+        if BESIDE:
+            barrier()
+            _out(written_u, rooms.index(0), first, rows, head, H, part, V, BV, W)
+            _out(written_w, rooms.index(1), first, rows, head, H, part, V, BV, W)
+            near_lengths = next_lengths
         first = earlier
         numbers = next_numbers
     copies_wait(0)

@@ -46,9 +46,27 @@ def pull(
 
 @triton.jit
 def beside(x, k2, g, i0, i1, i2, i3, i4, i5, i6, i7):
-    """(u, derivatives in x and in every input), entry by entry: where inputs are rows that do not meet, as i1 would
-    have to be."""
-    return i1 * (i0 - x), -i1 * g, i1 * g, g * (i0 - x)
+    """(u, derivatives in x and in every input, what they give to that in k2), entry by entry: where inputs are rows
+    that do not meet, as i1 would have to be."""
+    return i1 * (i0 - x), -i1 * g, i1 * g, g * (i0 - x), x * 0.0
+
+
+@triton.jit
+def stride(n2, k2, i0, i1, i2, i3, i4, i5, i6, i7):
+    """c of u = c (x - v), of an error of squared length n2: where a response is such a number times an error."""
+    return n2 * 0.0 - i1
+
+
+@triton.jit
+def bends(n2, k2, i0, i1, i2, i3, i4, i5, i6, i7):
+    """(a, b) of w = a g + b (e . g) e, the derivative in x of <u, g>."""
+    return n2 * 0.0 - i1, n2 * 0.0
+
+
+@triton.jit
+def tolls(n2, z, k2, i0, i1, i2, i3, i4, i5, i6, i7):
+    """Derivatives of <u, g> in k2 and in every input that is a number, of z = e . g."""
+    return n2 * 0.0, n2 * 0.0 - z
 
 
 # ---- of any response -------------------------------------------------------------------------------------------------
