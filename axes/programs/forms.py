@@ -94,13 +94,15 @@ _WORTH = 0.05  # prices are no closer than that
 class Prices:
     """What operations cost, one on a tile of which others take the place of being 1.
 
-    row, key: an operation on a value with an entry for each of them; over_rows, over_keys: a sum, and what waits.
+    row, key: an operation on a value with an entry for each of them; over_rows, over_keys: a sum, and what waits;
+    level: each sum in a row of those that wait for another.
     """
 
     row: float
     key: float
     over_rows: float
     over_keys: float
+    level: float = 5.0
 
     def of(self, program: Program, order: Sequence[int]) -> float:
         """Of some operations: a product that is only added is none, and each level of sums is waited for."""
@@ -125,10 +127,10 @@ class Prices:
                 by = users.get(i, [])
                 added = len(by) == 1 and program.operations[by[0]].name in ("add", "sub", "sum v", "sum k")
                 total += 0.0 if op.name == "mul" and added else 1.0
-        return total + _LEVEL * max(level.values(), default=0)
+        return total + self.level * max(level.values(), default=0)
 
 
-_NUMBER, _LEVEL = 0.06, 5.0
+_NUMBER = 0.06
 _DEAR = frozenset({"exp", "log", "pow", "tanh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "log1p", "expm1"})
 
 

@@ -5,6 +5,7 @@ They are Triton's on a GPU, and on a CPU functions of C.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -140,16 +141,57 @@ def _strides(walk: Walk, inputs: Sequence[Tensor]) -> list[int]:
     return [n for x in inputs for n in x.stride()[:3]]
 
 
-def _ends(walk: Walk, inputs: Sequence[Tensor], phase: int, offsets: Tensor | None) -> list[Any]:
+def _ends(
+    walk: Walk, inputs: Sequence[Tensor], phase: int, offsets: Tensor | None, window: int | None = None
+) -> list[Any]:
+    """window: tokens of a sequence that there is room for, of what programs add up."""
     like = inputs[0]
     batch, length, heads = like.shape[:3]
     place = like if offsets is None else offsets
-    return [place, length, batch * length * heads, heads, phase, *_strides(walk, inputs)]
+    total = batch * (length if window is None else window) * heads
+    return [place, length, total, heads, phase, *_strides(walk, inputs)]
 
 
-def _slots(walk: Walk, like: Tensor, units: int, packed: bool) -> int:
-    batch, length = like.shape[:2]
-    return length // walk.chunk + units if packed else batch * (-(-length // walk.chunk))
+def _saved(walk: Walk, shape: Sequence[int], units: int, packed: bool) -> list[tuple[int, ...]]:
+    """What forward keeps for the way back: states between chunks of tokens, sums of every token."""
+    batch, length, heads = shape
+    slots = length // walk.chunk + units if packed else batch * (-(-length // walk.chunk))
+    sums = (walk.step.operations[i].extent for i in walk.kept)
+    return [
+        *((slots, heads, walk.size(e)) for e in walk.read.values()),
+        *((batch * length * heads, walk.size(e)) for e in sums),
+    ]
+
+
+def _rooms(walk: Walk, heads: int, language: Language) -> list[int]:
+    """Entries of the rooms that the programs of some heads walk back by."""
+    if language == "c":
+        return [heads * walk.chunk * walk.size(e) for e in walk.read.values()]
+    return [heads * walk.parts * walk.room(n, _gluon(walk)) for n in walk.read]
+
+
+def _window(walk: Walk, length: int, language: Language, packed: bool) -> int:
+    """Tokens of a launch of the way back: of all, or of a segment where programs of a head add up what lies side by
+    side, which then takes no more room than the sums do, but for short ones."""
+    if language == "c" or packed or all(map(walk.alone, walk.inputs.values())):
+        return length
+    chunks = -(-max(_SEGMENT, -(-length // walk.parts)) // walk.chunk)
+    return min(length, chunks * walk.chunk)
+
+
+_SEGMENT = 512  # tokens, at least
+
+
+def beyond(forward: Walk, back: Walk, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
+    """Bytes that sequences (batch, length, heads) of equal lengths, of inputs of these dtypes, take on a GPU for their
+    way back beyond inputs, outputs, gradients and states: what is kept, rooms, and what programs of a head add up."""
+    batch, length, heads = shape
+    kept = sum(map(math.prod, _saved(forward, shape, batch, packed=False)))
+    rooms = sum(_rooms(back, batch * heads, "triton"))
+    window = _window(back, length, "triton", packed=False)
+    each = zip(back.inputs.values(), dtypes, strict=True)
+    added = sum(back.size(e) * dtype.itemsize for e, dtype in each if not back.alone(e))
+    return 4 * (kept + rooms) + back.parts * batch * window * heads * added
 
 
 def _tail(walk: Walk, extent: Extent) -> tuple[int, ...]:
@@ -172,11 +214,8 @@ def _forward(
     last = [torch.empty_like(x) for x in states]
     saved: list[Tensor] = []
     if keep:
-        slots = _slots(walk, like, units, offsets is not None)
-        wide = states[0].dtype
-        saved = [like.new_empty(slots, heads, walk.size(e), dtype=wide) for e in walk.read.values()]
-        extents = [walk.step.operations[i].extent for i in walk.kept]
-        saved += [like.new_empty(batch * length * heads, walk.size(e), dtype=wide) for e in extents]
+        shapes = _saved(walk, like.shape[:3], units, offsets is not None)
+        saved = [like.new_empty(shape, dtype=states[0].dtype) for shape in shapes]
     room = saved or [like] * (len(walk.read) + len(walk.kept))
     given = [*inputs, *states, out, *last, *room, *_ends(walk, inputs, phase, offsets)]
     constants = {"KEEP": keep, "PACKED": offsets is not None}
@@ -196,32 +235,33 @@ def _backward(
     wide: torch.dtype,
 ) -> list[Tensor]:
     like = inputs[0]
-    heads = like.shape[2]
-    total = like.shape[0] * like.shape[1] * heads
-    programs = units * heads * walk.parts
-    gluon = language != "c" and _gluon(walk)
-    rooms = [
-        like.new_empty(programs * (walk.chunk * walk.size(e) if language == "c" else walk.room(n, gluon)), dtype=wide)
-        for n, e in walk.read.items()
+    batch, length, heads = like.shape[:3]
+    rooms = [like.new_empty(n, dtype=wide) for n in _rooms(walk, units * heads, language)]
+    alone = [walk.alone(e) for e in walk.inputs.values()]
+    whole = [x.new_empty(x.shape) for x in inputs]
+    # what programs of one head add up lies side by side, of one segment at a time
+    window = _window(walk, length, language, offsets is not None)
+    beside = [
+        x if one else x.new_empty(walk.parts, batch, window, *x.shape[2:]) for x, one in zip(whole, alone, strict=True)
     ]
-    alone = [walk.alone(e) for e in (*walk.inputs.values(), *walk.moving.values())]
-    made = [
-        x.new_empty(x.shape) if one else x.new_empty(walk.parts, *x.shape)
-        for x, one in zip(inputs, alone, strict=False)
-    ]
-    tails = [(units, heads, *_tail(walk, e)) for e in walk.moving.values()]
-    first = [
-        like.new_empty(tail if one else (walk.parts, *tail), dtype=wide)
-        for tail, one in zip(tails, alone[len(made) :], strict=True)
-    ]
-    last = dict(zip(walk.states, grads[1:], strict=True))
-    whole = [g.contiguous() for g in (grads[0], *(last[n] for n in walk.moving))]
-    assert total == like.shape[:3].numel()
-    given = [*inputs, *kept, *rooms, *whole, *made, *first, *_ends(walk, inputs, phase, offsets)]
-    _launch(walk, "backward", language, like, wide, units, given, {"PACKED": offsets is not None})
-    found = [*made, *first]
-    added = [x if one else x.sum(0) for x, one in zip(found, alone, strict=True)]
-    return [g.to(x.dtype) for g, x in zip(added, (*inputs, *first), strict=True)]
+    pull, last = grads[0].contiguous(), dict(zip(walk.states, grads[1:], strict=True))
+    ends = _ends(walk, inputs, phase, offsets, window)
+    carried = [last[n].contiguous() for n in walk.moving]
+    for begin in reversed(range(0, max(length, 1), max(window, 1))):
+        firsts = [
+            like.new_empty((*(() if walk.alone(e) else (walk.parts,)), units, heads, *_tail(walk, e)), dtype=wide)
+            for e in walk.moving.values()
+        ]
+        low = begin // walk.chunk
+        within = [] if language == "c" else [low, low - (-window // walk.chunk), window]
+        given = [*inputs, *kept, *rooms, pull, *carried, *beside, *firsts, *ends, *within]
+        _launch(walk, "backward", language, like, wide, units, given, {"PACKED": offsets is not None})
+        carried = [x if walk.alone(e) else x.sum(0) for x, e in zip(firsts, walk.moving.values(), strict=True)]
+        for x, parts, one in zip(whole, beside, alone, strict=True):
+            if not one:
+                own = x[:, begin : begin + window]
+                torch.sum(parts[:, :, : own.shape[1]], 0, out=own)
+    return [*whole, *carried]
 
 
 @cache

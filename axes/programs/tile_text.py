@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple, final
 
 from axes.programs.code import FUNCTIONS, ON_TILES, constant
@@ -20,7 +20,8 @@ from axes.programs.tiles import GRAD, NEXT, Axis, Extent, Program, Value
 Language = Literal["triton", "c"]  # of the kernels' texts: `c_text` writes the other
 _LINES = ("[:, None]", "[None, :]")
 OUT = "o"  # what is read, among outputs
-_DECORATOR = "@triton.jit(do_not_specialize=['length', 'total', 'heads', 'phase'])"
+_OPEN = "do_not_specialize=['length', 'total', 'heads', 'phase', 'low', 'high', 'window']"
+_DECORATOR = f"@triton.jit({_OPEN})"
 _HEADER = (
     "import triton",
     "import triton.language as tl",
@@ -28,7 +29,7 @@ _HEADER = (
     "",
     "",
 )
-_GLUON_DECORATOR = "@gluon.jit(do_not_specialize=['length', 'total', 'heads', 'phase'])"
+_GLUON_DECORATOR = f"@gluon.jit({_OPEN})"
 _GLUON_HEADER = (
     "from axes.kernels.common.gluon import barrier, gl as tl, gluon",
     "from axes.kernels.token import gluon_functions as functions",
@@ -62,8 +63,10 @@ class Walk:
     vectors are loaded a token ahead, 2 if its states are too. across: the axis that lies across warps, where sums are
     dearer; grouped: sums that can be made together are. threads: how a tile lies over them, where the compiler is told
     (Gluon). inner: tokens of a chunk whose states are there at once on the way back, in shared memory where threads
-    are given; 0 for all of a chunk. early: tokens ahead of which vectors are loaded. told: of a walk, what
-    Hopper GPUs walk instead.
+    are given; 0 for all of a chunk. early: tokens ahead of which vectors are loaded. unroll: tokens that a
+    turn of a loop goes through, between renewals of held values, which then read no token. reread: behind each exchange
+    between warps of the way back states in shared memory are read again. told: of a walk, what Hopper GPUs walk
+    instead.
     """
 
     step: Program
@@ -83,6 +86,8 @@ class Walk:
     threads: Threads | None = None
     inner: int = 0
     early: int = 1
+    unroll: int = 1
+    reread: bool = False
     told: Callable[[Walk], tuple[Walk, Walk] | None] | None = None
 
     @cached_property
@@ -101,18 +106,22 @@ class Walk:
         return -(-self.chunk // self.inner) if self.inner and self.inner < self.chunk else 0
 
     def room(self, name: str, gluon: bool) -> int:
-        """Entries of a program's own room in memory: marks, and what is not in shared memory of a span's states."""
+        """Entries of a program's own room in memory: of a state that tokens change marks, and a span's that are not in
+        shared memory; of a held one what it is in a chunk."""
         extent = self.read[name]
         entries = (self.rows if extent[0] else 1) * (self.keys if extent[1] else 1)
-        return entries * (self.marks + (0 if self.near(name, gluon) else self.places(name)))
+        if name not in self.changing:
+            return entries * self.renewals
+        return entries * (self.marks + (0 if self.near(name, gluon) else self.span))
 
     def near(self, name: str, gluon: bool) -> bool:
-        """Whether a span's states are in shared memory."""
-        return gluon and self.inner > 0 and self.states[name] == (True, True)
+        """Whether a span's states are in shared memory: of those that are another at every token."""
+        return gluon and self.inner > 0 and self.states[name] == (True, True) and name in self.changing
 
-    def places(self, name: str) -> int:
-        """Places of a state in a span's room: one a token, or one for each time that a held one may be another."""
-        return self.span if name in self.changing else (self.span - 1) // self.every + 2 if self.every else 1
+    @property
+    def renewals(self) -> int:
+        """How often a held value may be another within a chunk, its beginning included."""
+        return (self.chunk - 1) // self.every + 2 if self.every else 1
 
     @property
     def parts(self) -> int:
@@ -126,6 +135,22 @@ class Walk:
         made = program.reductions(program.needed([OUT, *self.states, *(f"{NEXT}{i}" for i in self.carried)]))
         read = {*program.needed(self.remade, made), *program.needed(self.grads, made)}
         return [i for i in made if i in read]
+
+    @cached_property
+    def late(self) -> list[int]:
+        """Operations of a step behind sums that warps exchange, of vectors over what lies across them, which no other
+        token waits for: of several tokens they are made at once."""
+        if self.unroll == 1 or self.threads is None:
+            return []
+        program = self.step
+        first = frozenset(program.needed([*self.states, *(f"{NEXT}{i}" for i in self.carried)], self.carried))
+        found: list[int] = []
+        for i in program.needed([OUT], self.carried):
+            op = program.operations[i]
+            sums = op.name.endswith(" v") and self.threads.warps[0] > 1 and program.extent(op.inputs[0]) != (True, True)
+            if i not in first and (sums or set(found) & set(op.inputs)):
+                found.append(i)
+        return found
 
     @cached_property
     def carried(self) -> list[int]:
@@ -179,6 +204,7 @@ class _Text:
         # where threads are told, vectors are of one dimension: as parts of a tile they would be there once for each of
         # the entries that a thread has along the other axis
         self.flat = walk.threads is not None
+        self.exchanged: Callable[[], None] = lambda: None  # what is done behind an exchange between warps
         self.masked = walk.widths[0] % walk.rows != 0, walk.widths[1] != walk.keys
 
     def __call__(self, *lines: str) -> None:
@@ -270,9 +296,12 @@ class _Text:
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
-    def operations(self, program: Program, order: Iterable[int], there: Mapping[int, str]) -> dict[int, str]:
-        """The lines of some operations, and what the values are called. there: what has a name already."""
-        names, own = dict(there), "x" if program is self.walk.step else "y"
+    def operations(
+        self, program: Program, order: Iterable[int], there: Mapping[int, str], mark: str = ""
+    ) -> dict[int, str]:
+        """The lines of some operations, and what the values are called. there: what has a name already; mark: of new
+        names."""
+        names, own = dict(there), ("x" if program is self.walk.step else "y") + mark
 
         def text(x: Value) -> str:
             return names[x] if isinstance(x, int) else constant(x)
@@ -285,7 +314,11 @@ class _Text:
                 (i,) = group
                 op = program.operations[i]
                 form = _BY_UNIT.get(kind) if self.gluon and any(op.extent) else None
-                beside = [self.shown(text(x), program.extent(x), op.extent) for x in op.inputs]
+                inputs = op.inputs
+                of = program.operations[inputs[0]] if form and isinstance(inputs[0], int) else None
+                if of is not None and (kind, of.name, of.extent) == ("exp", "add", (True, True)):
+                    form, inputs = "functions.exp_of_sum({0}, {1})", of.inputs  # turned to base 2 as it is added
+                beside = [self.shown(text(x), program.extent(x), op.extent) for x in inputs]
                 self(f"{names[i]} = {(form or ON_TILES[kind]).format(*beside)}")
                 continue
             taken = [program.operations[i].inputs[0] for i in group]
@@ -293,12 +326,31 @@ class _Text:
             shown = [self.masked_out(kind, axis, text(x), extent) for x in taken]
             if len(group) == 1:
                 self(f"{names[group[0]]} = {self.reduction(kind, axis, shown[0], extent)}")
+                if self.across(axis) > 1 and extent == (True, True):
+                    self.exchanged()
                 continue
             made = ", ".join(names[i] for i in group)
             call = f"functions.sum_{len(group)}"
             kept = "" if self.flat else ", keep_dims=True"
             self(f"{made} = tl.reduce(({', '.join(shown)}), {self.dim(axis)}, {call}{kept})")
         return names
+
+    def together(self, program: Program, order: Iterable[int], tokens: Sequence[dict[int, str]]) -> None:
+        """Some operations of several tokens, into their names: of sums of vectors that warps exchange, one exchange."""
+        count = len(tokens)
+        for i in order:
+            op = program.operations[i]
+            kind, _, axis = op.name.partition(" ")
+            if not axis or count == 1 or program.extent(op.inputs[0]) == (True, True):
+                for j, names in enumerate(tokens):
+                    names |= self.operations(program, [i], names, f"{j}_")
+                continue
+            extent = program.extent(op.inputs[0])
+            taken = [self.masked_out(kind, axis, names[op.inputs[0]], extent) for names in tokens]  # type: ignore[index]
+            made = [f"x{j}_{i}" for j in range(count)]
+            self(f"{', '.join(made)} = tl.reduce(({', '.join(taken)}), 0, functions.{kind}_{count})")
+            for names, one in zip(tokens, made, strict=True):
+                names[i] = one
 
     def masked_out(self, kind: str, axis: str, x: str, extent: Extent) -> str:
         """A value without what is padding along an axis."""
@@ -372,12 +424,14 @@ def _given(program: Program, names: Mapping[str, str]) -> dict[int, str]:
     return {i: names[n] for i, n in program.names.items() if n in names}
 
 
-def arguments(walk: Walk) -> dict[str, list[str]]:
-    """Names of what the kernels are given, in order."""
+def arguments(walk: Walk, segments: bool = False) -> dict[str, list[str]]:
+    """Names of what the kernels are given, in order. segments: the way back is told its chunks, from low up to high,
+    and tokens of a sequence that what programs of one head add up has room for."""
     inputs, states, kept = list(walk.inputs), list(walk.states), walk.kept
     strides = [f"{n}_{d}" for n in inputs for d in "bth"]
     common = [*(f"p_{n}" for n in inputs), *(f"first_{n}" for n in states)]
     ends = ["offsets", "length", "total", "heads", "phase", *strides]
+    within = ["low", "high", "window"] if segments else []
     saved = [*(f"states_{n}" for n in walk.read), *(f"kept_{i}" for i in kept)]
     return {
         "forward": [*common, "out", *(f"last_{n}" for n in states), *saved, *ends, "KEEP: tl.constexpr",
@@ -385,13 +439,13 @@ def arguments(walk: Walk) -> dict[str, list[str]]:
         "backward": [*(f"p_{n}" for n in inputs), *saved, *(f"room_{n}" for n in walk.read), "grad_out",
                      *(f"d_last_{n}" for n in walk.moving), *(f"d_{n}" for n in inputs),
                      *(f"d_first_{n}" for n in walk.moving),
-                     *ends, "PACKED: tl.constexpr"],
+                     *ends, *within, "PACKED: tl.constexpr"],
     }  # fmt: skip
 
 
 def source(walk: Walk, gluon: bool = False) -> str:
     """The text of both kernels, in Triton's language or in Gluon."""
-    given = arguments(walk)
+    given = arguments(walk, segments=True)
     lines = list(_GLUON_HEADER if gluon else _HEADER)
     for name, body in (("forward", _forward), ("backward", _backward)):
         lines += [_GLUON_DECORATOR if gluon else _DECORATOR, f"def {name}({', '.join(given[name])}):"]
@@ -469,28 +523,111 @@ def _forward(text: _Text) -> None:
     for i, name in carried.items():  # sums anew at every chunk, so that roundings do not add up
         made = text.operations(program, [*(x for x in program.operations[i].inputs if isinstance(x, int)), i], held)
         text(f"{name} = {made[i]}")
-    text(f"for t in range(c * {walk.chunk}, tl.minimum((c + 1) * {walk.chunk}, count)):")
-    text.depth += 1
-    _brought(text, read, f"tl.minimum(t + {walk.early}, count - 1)")
-    _refreshed(text)
-    names = _given(program, {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}})
-    names = text.operations(program, program.needed(wanted, carried), names | carried)
-    text("at = (token + t) * heads + head")
-    rows = (True, False)
-    text.store(f"out + at * {walk.widths[0]}", rows, text.output(program, names, OUT, rows))
-    text("if KEEP:")
-    text.depth += 1
-    for i in walk.kept:
+
+    late = walk.late
+    order = [i for i in program.needed(wanted, carried) if i not in late]
+    tokens: list[dict[int, str]] = []
+
+    def keep(i: int, names: Mapping[int, str]) -> None:
         extent = program.operations[i].extent
         text.store(f"kept_{i} + at * {walk.size(extent)}", extent, names[i], once=True)
-    text("pass")
+
+    def show(names: Mapping[int, str]) -> None:
+        text.store(f"out + at * {walk.widths[0]}", (True, False), text.output(program, names, OUT, (True, False)))
+
+    def token() -> None:
+        mark = f"{len(tokens)}_" if late else ""
+        names = _given(program, {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}})
+        names = text.operations(program, order, names | carried, mark)
+        text("at = (token + t) * heads + head")
+        if not late:
+            show(names)
+        text("if KEEP:")
+        text.depth += 1
+        for i in walk.kept:
+            if i not in late:
+                keep(i, names)
+        text("pass")
+        text.depth -= 1
+        _move(text, names, walk.changing)
+        for i, name in carried.items():
+            text(f"{name} = {names[program.outputs[f'{NEXT}{i}']]}")  # type: ignore[index]
+        if late:
+            text(f"at{mark} = at")
+            tokens.append(names)
+
+    def behind() -> None:
+        """What no token waits for, of several."""
+        text.together(program, late, tokens)
+        for j, names in enumerate(tokens):
+            text(f"at = at{j}_")
+            show(names)
+            text("if KEEP:")
+            text.depth += 1
+            for i in walk.kept:
+                if i in late:
+                    keep(i, names)
+            text("pass")
+            text.depth -= 1
+        tokens.clear()
+
+    text(f"start = c * {walk.chunk}", f"end = tl.minimum(start + {walk.chunk}, count)")
+    brought = partial(_brought, text, read, f"tl.minimum(t + {walk.early}, count - 1)")
+    _each(text, "start", "end", brought, partial(_refreshed, text), token, behind if late else None)
     text.depth -= 1
-    _move(text, names, walk.changing)
-    for i, name in carried.items():
-        text(f"{name} = {names[program.outputs[f'{NEXT}{i}']]}")  # type: ignore[index]
-    text.depth -= 2
     for n, extent in walk.states.items():
         text.store(f"last_{n} + own * {walk.size(extent)}", extent, n, once=True)
+
+
+def _each(
+    text: _Text, first: str, end: str, brought: Callable[[], None], renewed: Callable[[], None],
+    token: Callable[[], None], behind: Callable[[], None] | None = None, back: bool = False,
+) -> None:  # fmt: skip
+    """Tokens from first up to end, or back from the last one: what a token brings, held values renewed ahead of it,
+    the token itself, and what is behind those of one turn. Back, renewals come behind it."""
+    walk, many = text.walk, text.walk.unroll
+    if many == 1:
+        text(f"for step in range(0, {end} - {first}):" if back else f"for t in range({first}, {end}):")
+        text.depth += 1
+        text(*([f"t = {end} - 1 - step"] if back else []))
+        brought()
+        _in_order([renewed, token], back)
+        text.depth -= 1
+        return
+    if walk.every:  # runs of tokens between renewals
+        text(f"turns = (phase + {first}) // {walk.every}", f"ending = (phase + {end} - 1) // {walk.every} + 1")
+        text("for turning in range(turns, ending):")
+        text.depth += 1
+        text("turn = turns + ending - 1 - turning" if back else "turn = turning")
+        text(f"begins = tl.maximum({first}, turn * {walk.every} - phase)")
+        text(f"ends = tl.minimum({end}, (turn + 1) * {walk.every} - phase)")
+    else:
+        text(f"begins = {first}", f"ends = {end}")
+
+    def run() -> None:
+        text(f"whole = (ends - begins) // {many} * {many}")
+        for loop, count in ((f"0, whole, {many}", many), ("whole, ends - begins", 1)):
+            text(f"for step in range({loop}):")
+            text.depth += 1
+            for j in range(count):
+                text(f"t = ends - 1 - step - {j}" if back else f"t = begins + step + {j}")
+                brought()
+                token()
+            if behind is not None:
+                behind()
+            text.depth -= 1
+
+    def renewal() -> None:
+        text("t = begins")
+        renewed()
+
+    _in_order([renewal, run], back)
+    text.depth -= bool(walk.every)
+
+
+def _in_order(parts: list[Callable[[], None]], back: bool) -> None:
+    for part in parts[::-1] if back else parts:
+        part()
 
 
 def _move(text: _Text, names: Mapping[int, str], moved: Sequence[str]) -> None:
@@ -510,42 +647,39 @@ def _backward(text: _Text) -> None:
     room = _Room(text)
     again, order = program.needed(walk.remade, walk.kept), program.needed(walk.grads, walk.kept)
     known = {i: f"x{i}" for i in walk.kept} | _given(program, {**{n: n for n in walk.states}, **_tokens(walk)})
-    text("for back in range(0, chunks):")
+    text("high = tl.minimum(high, chunks)", "for back in range(low, high):")
     text.depth += 1
-    text("c = chunks - 1 - back", f"start = c * {walk.chunk}", f"end = tl.minimum(start + {walk.chunk}, count)")
+    text("c = high - 1 - (back - low)", f"start = c * {walk.chunk}", f"end = tl.minimum(start + {walk.chunk}, count)")
     # the states of the chunk
     for n, extent in walk.read.items():
         text(f"{n} = {text.load(f'states_{n} + ((slot + c) * heads + head) * {walk.size(extent)}', extent, True)}")
     read = _of_a_token(text, again)
 
-    def walked(first: str, end: str, kept: Callable[[], None], before: Callable[[], None]) -> None:
-        """Tokens again, entry by entry."""
-        _bring(text, read, lambda j: f"tl.maximum(tl.minimum({first} + {j}, {end} - 1), {first})" if j else first)
-        before()
-        text(f"for t in range({first}, {end}):")
-        text.depth += 1
-        _brought(text, read, f"tl.minimum(t + {walk.early}, {end} - 1)")
-        kept()
-        names = text.operations(program, again, known)
-        _move(text, names, walk.remade)
-        text.depth -= 1
+    def walked(first: str, end: str, last: str, renewed: Callable[[], None], kept: Callable[[], None]) -> None:
+        """Tokens again, entry by entry; those behind them are there up to a last one."""
+        brought = partial(_brought, text, read, f"tl.minimum(t + {walk.early}, {last} - 1)")
 
-    def spanned() -> None:
-        _refreshed(text, room.renewed)
-        room.token()
+        def token() -> None:
+            kept()
+            names = text.operations(program, again, known)
+            _move(text, names, walk.remade)
 
+        _each(text, first, end, brought, renewed, token)
+
+    def bring(last: str) -> None:
+        _bring(text, read, lambda j: f"tl.maximum(tl.minimum(start + {j}, {last} - 1), start)" if j else "start")
+
+    room.begin()
     if walk.marks:
         begin = f"start + (end - 1 - start) // {walk.span} * {walk.span}"  # of the last span
         text(f"begun = {begin}")
-
-        def marked() -> None:
-            text(f"if (t - start) % {walk.span} == 0:")
-            text.depth += 1
-            room.mark(f"(t - start) // {walk.span}")
-            text.depth -= 1
-            _refreshed(text)
-
-        walked("start", "begun", marked, lambda: None)
+        bring("begun")
+        text(f"for span in range(0, (begun - start) // {walk.span}):")
+        text.depth += 1
+        room.mark("span")
+        text(f"opens = start + span * {walk.span}")
+        walked("opens", f"(opens + {walk.span})", "begun", partial(_refreshed, text, room.renewed), lambda: None)
+        text.depth -= 1
         room.mark(f"(begun - start) // {walk.span}")
         text.wait()
         text("ended = end")
@@ -553,31 +687,44 @@ def _backward(text: _Text) -> None:
         text.depth += 1
         text(f"start = begun - span * {walk.span}", f"end = tl.minimum(start + {walk.span}, ended)")
         room.marked(f"(start - c * {walk.chunk}) // {walk.span}")
-    walked("start", "end", spanned, room.begin)
+    bring("end")
+    walked("start", "end", "end", partial(_refreshed, text, room.renewed), room.token)
     text.wait()
     # back over them
     read_back = _of_a_token(text, order) | {"g_out": ("grad_out + at", walk.widths[0], (True, False))}
     _bring(text, read_back, lambda j: f"tl.maximum(end - {1 + j}, start)" if j else "end - 1")
     room.end()
-    text("for step in range(0, end - start):")
-    text.depth += 1
-    text("t = end - 1 - step")
-    room.back()
-    _brought(text, read_back, f"tl.maximum(t - {walk.early}, start)")
-    text("at = (token + t) * heads + head")
-    cotangents = {GRAD + n: f"g_{n}" for n in walk.moving} | {GRAD + OUT: "g_out"}
-    names = text.operations(program, order, known | _given(program, cotangents))
-    for n, extent in walk.inputs.items():
-        text(f"d{n} = {text.output(program, names, GRAD + n, extent)}")
-    for n, extent in walk.moving.items():
-        text(f"new_{n} = {text.output(program, names, GRAD + n, extent)}")
-    text(*(f"g_{n} = new_{n}" for n in walk.moving))
-    if walk.refresh is not None:
-        _refreshed_back(text, walk.refresh, room)
-    for n, extent in walk.inputs.items():
-        place = "at" if walk.alone(extent) else "(part.to(tl.int64) * total + at)"  # side by side, to be added
-        text.store(f"d_{n} + {place} * {walk.size(extent)}", extent, f"d{n}")
-    text.depth -= 1
+
+    def brought() -> None:
+        room.back()
+        _brought(text, read_back, f"tl.maximum(t - {walk.early}, start)")
+
+    def token() -> None:
+        text("at = (token + t) * heads + head")
+        cotangents = {GRAD + n: f"g_{n}" for n in walk.moving} | {GRAD + OUT: "g_out"}
+        if walk.reread:
+            text.exchanged = room.reread
+        names = text.operations(program, order, known | _given(program, cotangents))
+        text.exchanged = lambda: None
+        for n, extent in walk.inputs.items():
+            text(f"d{n} = {text.output(program, names, GRAD + n, extent)}")
+        for n, extent in walk.moving.items():
+            text(f"new_{n} = {text.output(program, names, GRAD + n, extent)}")
+        text(*(f"g_{n} = new_{n}" for n in walk.moving))
+        if walk.unroll == 1:
+            gone_back()
+        if not all(map(walk.alone, walk.inputs.values())):  # of a segment, side by side, to be added
+            text(f"beside = (batch * window + begin + t - low * {walk.chunk}) * heads + head")
+            text("beside += part.to(tl.int64) * total")
+        for n, extent in walk.inputs.items():
+            place = "at" if walk.alone(extent) else "beside"
+            text.store(f"d_{n} + {place} * {walk.size(extent)}", extent, f"d{n}")
+
+    def gone_back() -> None:
+        if walk.refresh is not None:
+            _refreshed_back(text, walk.refresh, room)
+
+    _each(text, "start", "end", brought, (lambda: None) if walk.unroll == 1 else gone_back, token, back=True)
     text.wait()
     text.depth -= 2 if walk.marks else 1
     for n, extent in walk.moving.items():
@@ -587,10 +734,10 @@ def _backward(text: _Text) -> None:
 
 @final
 class _Room:
-    """Where the states of a span of tokens wait on the way back: one place a token, for a held one each that it is.
+    """Where the states of a span of tokens wait on the way back, one place a token.
 
     In memory of the program's own, behind the marks that a chunk's spans begin with; where threads are given, states of
-    both axes in shared memory.
+    both axes in shared memory. Held ones have a place in memory for each that they are in a chunk.
     """
 
     def __init__(self, text: _Text) -> None:
@@ -601,7 +748,7 @@ class _Room:
         for n in walk.read:
             text(f"room_{n} += (own * {walk.parts} + part) * {walk.room(n, text.gluon)}")
         for n in self.shared:
-            shape = [walk.places(n), *((walk.rows, walk.keys) if walk.across == "v" else (walk.keys, walk.rows))]
+            shape = [walk.span, *((walk.rows, walk.keys) if walk.across == "v" else (walk.keys, walk.rows))]
             text(f"near_{n} = tl.allocate_shared_memory(tl.float32, {shape}, {_TURNED})")
 
     def _held(self, name: str) -> bool:
@@ -622,26 +769,34 @@ class _Room:
         return f"tl.load({self._place(name, f'{self.text.walk.marks} + {index}')})"
 
     def _turn(self, token: str) -> str:
-        """How often held values were renewed since the span's first token."""
-        every = self.text.walk.every
-        return f"(phase + {token}) // {every} - (phase + start) // {every}" if every else "0"
+        """How often held values were renewed in a chunk up to a token."""
+        every, first = self.text.walk.every, f"c * {self.text.walk.chunk}"
+        return f"(phase + {token}) // {every} - (phase + {first} + {every - 1}) // {every} + 1" if every else "0"
+
+    def begin(self) -> None:
+        """Ahead of a chunk."""
+        for n in filter(self._held, self.text.walk.read):
+            self.text(f"tl.store({self._place(n, '0')}, {n})")
 
     def mark(self, index: str) -> None:
-        for n in self.text.walk.read:
+        """Ahead of a span."""
+        for n in self.text.walk.remade:
             self.text(f"tl.store({self._place(n, index)}, {n})")
 
     def marked(self, index: str) -> None:
+        """Back at the first token of a span."""
+        every = self.text.walk.every
         for n in self.text.walk.read:
-            self.text(f"{n} = tl.load({self._place(n, index)})")
-
-    def begin(self) -> None:
-        for n in filter(self._held, self.text.walk.read):
-            self._store(n, "0")
+            if self._held(n):
+                before = f"{self._turn('start')} - ((phase + start) % {every} == 0).to(tl.int32)" if every else "0"
+                self.text(f"{n} = tl.load({self._place(n, before)})")
+            else:
+                self.text(f"{n} = tl.load({self._place(n, index)})")
 
     def renewed(self) -> None:
-        """Ahead of a token that renews held values."""
+        """Behind a renewal of held values."""
         for n in filter(self._held, self.text.walk.read):
-            self._store(n, self._turn("t"))
+            self.text(f"tl.store({self._place(n, self._turn('t'))}, {n})")
 
     def token(self) -> None:
         for n in self.text.walk.remade:
@@ -653,11 +808,8 @@ class _Room:
 
     def end(self) -> None:
         """Ahead of the way back, from the last token."""
-        for n in self.text.walk.read:
-            if self._held(n):
-                self.text(f"{n} = {self._load(n, self._turn('end - 1'))}")
-            elif self._ahead(n):
-                self.text(f"n_{n} = {self._load(n, 'end - 1 - start')}")
+        for n in filter(self._ahead, self.text.walk.remade):
+            self.text(f"n_{n} = {self._load(n, 'end - 1 - start')}")
 
     def back(self) -> None:
         """A token's states."""
@@ -667,11 +819,21 @@ class _Room:
             else:
                 self.text(f"{n} = {self._load(n, 't - start')}")
 
+    def reread(self) -> None:
+        """A token's states that are near, so that nobody holds them up to here."""
+        for n in self.shared:
+            self.text(f"{n} = {self._load(n, 't - start')}")
+
+    def again(self) -> None:
+        """A token's states, when the one behind it may have been asked for."""
+        for n in self.text.walk.remade:
+            self.text(f"{n} = {self._load(n, 't - start')}")
+
     def returned(self) -> None:
         """Behind a token that renewed held values: what they were before."""
-        before = f"tl.maximum({self._turn('t')} - 1, 0)"
+        before = f"{self._turn('t')} - 1"
         for n in filter(self._held, self.text.walk.read):
-            self.text(f"{n} = {self._load(n, before)}")
+            self.text(f"{n} = tl.load({self._place(n, before)})")
 
 
 def _tokens(walk: Walk) -> dict[str, str]:
@@ -738,6 +900,8 @@ def _refreshed_back(text: _Text, program: Program, room: _Room) -> None:
     text.depth += 1
     given = {**{n: n for n in walk.states}, **{n: f"i_{n}" for n in walk.inputs}}
     names = _given(program, given | {GRAD + n: f"g_{n}" for n in made})
+    if walk.unroll > 1:  # behind a loop, which leaves nothing
+        room.again()
     grads = [n for n in program.outputs if n.startswith(GRAD)]
     names = text.operations(program, program.needed(grads), names)
     for n in grads:

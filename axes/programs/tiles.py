@@ -234,8 +234,10 @@ class Program:
             return False
         test, a, b = op.inputs
         tested = self.operations[test] if isinstance(test, int) else None
+        if isinstance(a, int) and self.operations[a].name == "sqrt":  # above zero where what it is of is
+            a = self.operations[a].inputs[0]
         above = tested is not None and tested.name == "gt" and tested.inputs[0] == a and _not_below(tested.inputs[1])
-        return (above or self._positive(a, zero)) and self._positive(b, zero)
+        return (above or self._positive(op.inputs[1], zero)) and self._positive(b, zero)
 
     def _regrouped(self, tile: Value, small: Value) -> Value | None:
         """(t s) x as t (s x), where that is one product of tiles for two."""
@@ -298,9 +300,9 @@ class Program:
             return x
         if op.name == "where" and op.inputs[0] == test:
             return op.inputs[place]
-        if op.name == "mul":
-            factors = [self._under(test, y, place) for y in op.inputs]
-            return x if factors == list(op.inputs) else self.add("mul", *factors)
+        if op.name in _CHOSEN_WITHIN:
+            inputs = [self._under(test, y, place) for y in op.inputs]
+            return x if inputs == list(op.inputs) else self.add(op.name, *inputs)
         return x
 
     def _power(self, x: Value, exponent: float) -> Value | None:
@@ -352,6 +354,7 @@ class Program:
 
 
 _COMMUTES = frozenset({"mul", "add", "maximum", "minimum", "eq", "ne", "and", "or"})
+_CHOSEN_WITHIN = frozenset({"mul", "neg", "sqrt", "rsqrt", "reciprocal"})  # what a choice between inputs passes through
 _TESTS = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "and", "or", "not"})
 
 

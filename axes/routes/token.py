@@ -353,4 +353,4 @@ def _sizes(
     warps = 1
     while warps < 16 and rows * keys * live > warps * 32 * 200:
         warps *= 2
-    return rows, keys, warps, 64 if tiles > 2 else 32
+    return rows, keys, warps, 64 if tiles > 1 else 32

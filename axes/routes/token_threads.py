@@ -12,53 +12,96 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from axes.programs.forms import Prices, simplified
+from axes.programs.monomials import gathered
 from axes.programs.tile_text import OUT, Threads, Walk
-from axes.programs.tiles import FULL, GRAD, NEXT
+from axes.programs.tiles import FULL, GRAD, NEXT, Program
 
-_SIDE = 64  # of the tiles that lie so: what was measured, and seen right, on an H200
-_EARLY = 2  # tokens ahead of which vectors are loaded: one is shorter than memory takes
+_SIDE, _WIDE = 64, 128  # of the tiles that lie so: what was measured, and seen right, on an H200
 _LONGEST = 8  # tokens of a span
+
+
+class _Way(NamedTuple):
+    """threads; tokens of a turn; tokens ahead of which vectors are loaded: one is shorter than memory takes, but leaves
+    registers free; whether states in shared memory are read again behind exchanges."""
+
+    threads: Threads
+    unroll: int = 1
+    early: int = 2
+    reread: bool = False
 
 
 class _Kind(NamedTuple):
     """Forward and back; rows of a program; tiles of a state that it was measured with, at most; tiles of a head's span
     that shared memory is given to; what operations cost."""
 
-    forward: Threads
-    back: Threads
+    forward: _Way
+    back: _Way
     rows: int
     tiles: int
     shared: int
     prices: Prices
+    carrying: Prices | None = None  # of a step that carries sums, which then goes forward by two tokens a turn
 
 
 # tiles are summed over rows, vectors are, nothing is
-_COLUMNS = _Kind(Threads((16, 2), (1, 4)), Threads((8, 4), (1, 4)), _SIDE, 1, 8, Prices(0.5, 0.13, 1.5, 5.0))
-_NUMBERS = _Kind(Threads((4, 8), (4, 1)), Threads((2, 16), (8, 1)), _SIDE, 2, 6, Prices(0.25, 0.25, 5.0, 1.5))
-_APART = _Kind(Threads((4, 8), (1, 1)), Threads((4, 8), (1, 1)), 8, 4, 10, Prices(0.13, 0.5, 1.5, 1.0))
+_COLUMNS = _Kind(
+    _Way(Threads((16, 2), (1, 4))), _Way(Threads((8, 4), (1, 4))), _SIDE, 1, 8, Prices(0.5, 0.13, 1.5, 5.0),
+    carrying=Prices(0.5, 0.13, 1.5, 5.0, level=15.0),
+)  # fmt: skip
+_WIDE_COLUMNS = _Kind(
+    _Way(Threads((16, 2), (1, 8))), _Way(Threads((8, 4), (1, 8)), reread=True), _WIDE, 1, 8, Prices(0.5, 0.13, 1.5, 5.0)
+)  # fmt: skip
+_NUMBERS = _Kind(
+    _Way(Threads((4, 8), (4, 1)), 2), _Way(Threads((2, 16), (8, 1))), _SIDE, 2, 8, Prices(0.25, 0.25, 5.0, 1.5)
+)  # fmt: skip
+_APART = _Kind(
+    _Way(Threads((8, 4), (1, 1)), 2), _Way(Threads((4, 8), (1, 1)), early=1), 8, 4, 12, Prices(0.13, 0.5, 1.5, 1.0)
+)  # fmt: skip
 
 
 def on_hopper(walk: Walk) -> tuple[Walk, Walk] | None:
     """The walks forward and back, or None where the compiler lays a tile out."""
-    if walk.widths != (_SIDE, _SIDE):
+    kind = kind_of(walk)
+    if kind is None or sum(e == FULL for e in walk.states.values()) > kind.tiles:
         return None
-    kind = _kind(walk)
-    if sum(e == FULL for e in walk.states.values()) > kind.tiles:
-        return None
-    held = [n for n, e in walk.read.items() if e == FULL and n not in walk.changing]
     moved = [n for n, e in walk.read.items() if e == FULL and n in walk.changing]
     inner = _LONGEST
-    while inner and inner * len(moved) + 2 * len(held) > kind.shared:
+    while inner and inner * len(moved) * (walk.size(FULL) // _SIDE**2) > kind.shared:
         inner //= 2
-    step = simplified(walk.step, walk.widths, lambda program: _cost(replace(walk, step=program), kind.prices))
+    step, ahead = cheapest(walk, kind.prices), kind.forward
+    if kind.carrying is not None and replace(walk, step=step).carried:  # by fewer sums that wait for each other
+        step, ahead = cheapest(walk, kind.carrying), ahead._replace(unroll=2)
+    renewal = walk.refresh
+    asked = renewal is not None and any(renewal.names.get(i) in walk.inputs for i in renewal.needed(renewal.outputs))
     forward, back = (
         replace(
-            walk, step=step, rows=kind.rows, warps=threads.warps[0] * threads.warps[1], across="v", threads=threads,
-            early=_EARLY, inner=inner, told=None,
+            walk, step=step, rows=kind.rows, warps=way.threads.warps[0] * way.threads.warps[1], across="v",
+            threads=way.threads, early=way.early, inner=inner, unroll=1 if asked else way.unroll, reread=way.reread,
+            told=None,
         )
-        for threads in (kind.forward, kind.back)
+        for way in (ahead, kind.back)
     )  # fmt: skip
     return forward, back
+
+
+def kind_of(walk: Walk) -> _Kind | None:
+    """What is known of a walk's widths and sums."""
+    if walk.widths not in ((_SIDE, _SIDE), (_WIDE, _WIDE)):
+        return None
+    kind = _kind(walk)
+    if walk.widths == (_SIDE, _SIDE):
+        return kind
+    return _WIDE_COLUMNS if kind is _COLUMNS else None
+
+
+def cheapest(walk: Walk, prices: Prices) -> Program:
+    """A walk's step in forms and by products that cost the least."""
+
+    def cost(program: Program) -> float:
+        return _cost(replace(walk, step=program), prices)
+
+    step = simplified(walk.step, walk.widths, cost)
+    return min(step, gathered(step, walk.widths), key=cost)
 
 
 def _cost(walk: Walk, prices: Prices) -> float:

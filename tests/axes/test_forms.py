@@ -13,6 +13,7 @@ from axes import sequence
 from axes.core.state_update import StateUpdate
 from axes.programs import forms
 from axes.programs.forms import Prices, simplified
+from axes.programs.monomials import gathered
 from axes.programs.tile_text import OUT, Walk
 from axes.programs.tiles import FULL, NEXT, Program, trace
 from axes.routes import token
@@ -57,6 +58,26 @@ def test_any_choice_of_forms_is_the_same_program(name: str, loose: str) -> None:
     want, got = evaluated(program, given, WIDTHS), evaluated(made, given, WIDTHS)
     for n, x in want.items():
         torch.testing.assert_close(got[n], x, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gathered_products_are_the_same_program(name: str) -> None:
+    program = walk(name).step
+    made = gathered(program, WIDTHS)
+    given = numbers(program)
+    want, got = evaluated(program, given, WIDTHS), evaluated(made, given, WIDTHS)
+    for n, x in want.items():
+        torch.testing.assert_close(got[n], x, rtol=1e-9, atol=1e-12)
+
+
+def test_gathering_makes_fewer_tiles() -> None:
+    given = {"x": (None, "v", "k"), "y": (None, "v", "k"), "r": (None, "v"), "a": (None,), "k": (None, "k")}
+
+    def step(g: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"z": ((g["x"] * g["a"]) * (g["y"] * g["r"].unsqueeze(-1))) * 2.0 + g["r"].unsqueeze(-1) * g["k"]}
+
+    program = trace(step, given, WIDTHS)  # type: ignore[arg-type]
+    assert tiles(program) == 6 and tiles(gathered(program, WIDTHS)) == 4
 
 
 def test_a_linear_step_has_a_fraction_of_its_operations_on_tiles() -> None:

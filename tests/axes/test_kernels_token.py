@@ -102,6 +102,25 @@ CASES = {
     ),
     "anchors renewed within chunks": "check(sequence.MonetaMatrix.update, 1, 12, 2, 5, 6, count=9, chunk=4)",
     "rows of their own programs": "check(sequence.AdamNet.update, 2, 7, 2, 20, 5, rows=8, chunk=4)",
+    "two tokens at a time between anchors": (
+        "check(sequence.MonetaMatrix.update, 1, 27, 1, 5, 6, count=9, chunk=14, inner=5, early=2,"
+        " threads=Threads((4, 8), (4, 1)), unroll=2)"
+    ),
+    "three tokens at a time": (
+        "check(sequence.LatticeOSR.update, 2, 11, 1, 6, 7, chunk=8, inner=4, threads=THREADS, unroll=3)"
+    ),
+    "two tokens at a time, the compiler's": (
+        "check(sequence.AdamNet.update, 1, 11, 1, 20, 6, count=9, chunk=8, rows=8, unroll=2)"
+    ),
+    "segments of what programs of a head add up": """
+from axes.programs import tile_kernels
+tile_kernels._SEGMENT = 8
+launched = []
+usual = tile_kernels._launch
+tile_kernels._launch = lambda walk, name, *given, **more: launched.append(name) or usual(walk, name, *given, **more)
+check(sequence.AdamNet.update, 2, 19, 2, 20, 5, count=9, rows=8, chunk=4)
+assert launched == ["forward", *["backward"] * 3], launched
+""",
     "keys across warps": 'check(sequence.AdamNet.update, 1, 7, 2, 20, 5, rows=8, chunk=4, across="k")',
     "spans of a chunk, vectors of one dimension": (
         "check(sequence.MonetaMatrix.update, 1, 12, 2, 5, 6, count=9, chunk=6, inner=2, early=2, threads=THREADS)"

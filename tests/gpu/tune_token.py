@@ -4,7 +4,7 @@
 
 Each is compiled in a process of its own and held to the float64 interpreter, outputs, states and all gradients; what is
 right is timed alone as a CUDA graph with cold L2, forward and with backward.
-The fastest of a rule are printed beside what the package has ("today"), and every candidate that is wrong.
+All are printed beside what the package has ("today"), and every candidate that is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from axes import sequence
 from axes.programs.tile_text import Threads, Walk
-from axes.routes import token
+from axes.routes import token, token_threads
 
 UPDATES = {
     "moneta": sequence.MonetaMatrix.update,
@@ -36,51 +36,71 @@ UPDATES = {
     "adam": sequence.AdamNet.update,
     "lattice-dec": sequence.LatticeDec.update,
     "lattice-osr": sequence.LatticeOSR.update,
+    "lattice-dec 128": sequence.LatticeDec.update,
 }
-HALF, SHAPE = torch.bfloat16, (2, 77, 16, 64, 64)  # no whole number of spans
+HALF = torch.bfloat16
 BOUND = 2e-2
 
 
+def shape(rule: str, batch: int = 2, length: int = 77) -> tuple[int, ...]:
+    """77 tokens are no whole number of spans."""
+    width = int(rule.partition(" ")[2] or 64)
+    return batch, length, 16, width, width
+
+
 class Candidate(NamedTuple):
+    """What is changed of what is walked forward and back; None: nothing."""
+
     rule: str
-    change: dict[str, Any]
+    forward: dict[str, Any] | None = None
+    back: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
-        """In few letters: rows of a program, lanes and warps along rows x keys, and what else is changed."""
-        if not self.change:
-            return "today"
-        given = dict(self.change)
-        lanes, warps = given.pop("threads", ((0, 0), (0, 0)))
-        rest = " ".join(f"{n[:2]}{v}" for n, v in given.items() if n not in ("across", "warps"))
-        return f"l{lanes[0]}x{lanes[1]} w{warps[0]}x{warps[1]} {rest}"
+        return "today" if self.forward is None else f"{_said(self.forward)} | {_said(self.back or {})}"
+
+
+def _said(change: dict[str, Any]) -> str:
+    """In few letters: lanes and warps along rows x keys, and what else is changed."""
+    given = dict(change)
+    lanes, warps = given.pop("threads", ((0, 0), (0, 0)))
+    rest = " ".join(f"{n[:2]}{int(v)}" for n, v in given.items() if n not in ("across", "warps"))
+    return f"l{lanes[0]}x{lanes[1]} w{warps[0]}x{warps[1]} {rest}" if lanes[0] else rest or "same"
 
 
 def laid(lanes: tuple[int, int], warps: tuple[int, int], **more: Any) -> dict[str, Any]:
-    usual = {"across": "v", "inner": 8, "early": 2}
-    return {"threads": Threads(lanes, warps), "warps": warps[0] * warps[1], **usual, **more}
+    return {"threads": Threads(lanes, warps), "warps": warps[0] * warps[1], "across": "v", **more}
 
 
 def candidates() -> list[Candidate]:
-    """By turns of the rules."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    meet = [laid(lanes, warps) for lanes, warps in (
-        ((8, 4), (1, 8)), ((8, 4), (1, 4)), ((16, 2), (1, 8)), ((8, 4), (2, 4)), ((4, 8), (8, 1)), ((4, 8), (1, 8)),
-    )]  # fmt: skip
-    meet += [laid((16, 2), (1, 4)), laid((8, 4), (1, 8), inner=4)]
-    found["lattice-dec"] = [{}, *meet]
-    found["lattice-osr"] = [{}, *meet[:6], meet[-2]]
-    found["moneta"] = [{}, *(laid(lanes, warps, inner=4) for lanes, warps in (
-        ((4, 8), (8, 1)), ((4, 8), (4, 1)), ((8, 4), (8, 1)), ((8, 4), (1, 8)), ((2, 16), (8, 1)), ((4, 8), (16, 1)),
-    ))]  # fmt: skip
-    apart = [((4, 8), (2, 1), 16), ((4, 8), (4, 1), 32), ((4, 8), (1, 1), 16), ((4, 8), (1, 1), 8)]
-    apart += [((4, 8), (8, 1), 64), ((8, 4), (1, 1), 8), ((4, 8), (2, 1), 32)]
-    found["memora"] = [{}, *(laid(lanes, warps, rows=n) for lanes, warps, n in apart)]
-    found["memora"] += [laid((4, 8), (2, 1), rows=16, chunk=64)]
-    found["adam"] = [{}, *(laid(lanes, warps, rows=n, inner=2, chunk=64) for lanes, warps, n in apart)]
-    found["adam"] += [laid((4, 8), (2, 1), rows=16, inner=m, early=n) for m, n in ((4, 2), (2, 4))]
-    longest = max(map(len, found.values()))
-    return [Candidate(rule, rows[i]) for i in range(longest) for rule, rows in found.items() if i < len(rows)]
+    """Those that take long to compile first."""
+    tall, square, long = (laid(lanes, (1, 1)) for lanes in ((8, 4), (4, 8), (2, 16)))
+    one, two, soon = {"unroll": 1}, {"unroll": 2}, {"early": 1}
+    turned, reread = {"level": 15.0}, {"reread": True}
+    apart = {
+        "adam": [
+            (square | two, long | one), (tall | one, long | two), (square | one, square | two),
+            (tall | one, tall | one),
+        ],
+        "memora": [(square | two, square | two), (tall | one, long | two), (tall | two | soon, tall | two)],
+    }  # fmt: skip
+    return [
+        Candidate("lattice-dec 128", turned, reread),
+        Candidate("lattice-dec 128", {}, reread),
+        Candidate("lattice-dec 128", laid((8, 4), (1, 8)), laid((8, 4), (1, 8)) | reread),
+        *(Candidate(rule, forward, back) for rule, rows in apart.items() for forward, back in rows),
+        Candidate("lattice-osr", turned, {}),
+        Candidate("lattice-osr", turned | two, reread),
+        Candidate("lattice-osr", turned | laid((8, 4), (1, 4)), laid((8, 4), (1, 8))),
+        Candidate("lattice-dec", turned, {}),
+        Candidate("lattice-dec", turned | two, laid((8, 4), (1, 8))),
+        Candidate("lattice-dec", laid((8, 4), (1, 4)), reread),
+        Candidate("moneta", one, two),
+        Candidate("lattice-dec", {}, {}),
+        Candidate("moneta", laid((4, 8), (8, 1), unroll=2), laid((4, 8), (8, 1))),
+        Candidate("moneta", laid((8, 4), (4, 1), unroll=2), laid((2, 16), (4, 1))),
+        *map(Candidate, UPDATES),
+    ]
 
 
 def changed(candidate: Candidate) -> Any:
@@ -91,9 +111,19 @@ def changed(candidate: Candidate) -> Any:
         if given not in kept:
             found = usual(*given)
             assert isinstance(found, Walk)
-            if candidate.change:  # of the same step, in the forms that are picked
+            if candidate.forward is not None:  # of the same step, in the forms that are picked or by other prices
                 assert found.hopper is not None
-                found = dataclasses.replace(found, told=None, step=found.hopper[0].step, **candidate.change)
+                changes = [dict(candidate.forward), dict(candidate.back or {})]
+                level = changes[0].pop("level", None)
+                if level is not None:
+                    kind = token_threads.kind_of(found)
+                    assert kind is not None
+                    prices = dataclasses.replace(kind.prices, level=level)
+                    step = token_threads.cheapest(found, prices)
+                    changes = [{"step": step, **c} for c in changes]
+                both = zip(found.hopper, changes, strict=True)
+                told = tuple(dataclasses.replace(x, told=None, **c) for x, c in both)
+                found = dataclasses.replace(found, told=lambda _: told)
             kept[given] = found
         return kept[given]
 
@@ -104,7 +134,7 @@ def _drawn(rule: str) -> tuple[Any, Any]:
     from tests.gpu import test_token as held
 
     torch.manual_seed(0)
-    signal = held.draw(UPDATES[rule], SHAPE, HALF)
+    signal = held.draw(UPDATES[rule], shape(rule), HALF)
     return signal, held.start(UPDATES[rule], signal, count=7)
 
 
@@ -201,12 +231,13 @@ def milliseconds(call: Callable[[], object], cold: Tensor) -> float:
     return min(found)
 
 
-def timed(candidate: Candidate, cold: Tensor) -> tuple[float, float]:
+def timed(candidate: Candidate, cold: Tensor) -> tuple[float, float, int]:
+    """Milliseconds of both, and MB that training takes beyond inputs, outputs and gradients."""
     from tests.gpu import test_token as held
 
     update = UPDATES[candidate.rule]
     torch.manual_seed(0)
-    few = held.draw(update, (1, 128, 16, 64, 64), HALF)  # on the host
+    few = held.draw(update, shape(candidate.rule, 1, 128), HALF)  # on the host
     signal = {n: x.repeat(8, 32, *[1] * (x.ndim - 2)) for n, x in few.items()}
     leaves = {n: x.detach().requires_grad_() for n, x in signal.items()}
     do = torch.randn_like(signal["v"])
@@ -219,47 +250,51 @@ def timed(candidate: Candidate, cold: Tensor) -> tuple[float, float]:
         return torch.autograd.grad(token.run(update, leaves, None, None)[0], list(leaves.values()), do)
 
     with changed(candidate):
-        return milliseconds(forward, cold), milliseconds(both, cold)
+        took = milliseconds(forward, cold), milliseconds(both, cold)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = [*both(), do]  # what is read is as large as its cotangent
+        beyond = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
+        return *took, round(beyond / 1e6)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--processes", type=int, default=min(24, os.cpu_count() or 8))
-    parser.add_argument("--best", type=int, default=5, help="lines of a rule")
     parser.add_argument("--only", action="append", default=[], help="a rule")
     parser.add_argument("--plain", action="store_true", help="what the package has, no candidates")
     given = parser.parse_args()
     begun, folder = time.monotonic(), mkdtemp()
-    work = [c for c in candidates() if (not given.only or c.rule in given.only) and not (given.plain and c.change)]
+    work = [c for c in candidates() if (not given.only or c.rule in given.only) and not (given.plain and c.forward)]
     checked: dict[int, tuple[float, float, str]] = {}
     pool = multiprocessing.get_context("spawn").Pool(given.processes)
     pool.map_async(exact, [(rule, folder) for rule in UPDATES], chunksize=1, error_callback=print)
     for i, candidate in enumerate(work):
         pool.apply_async(check, ((i, candidate, folder),), callback=lambda r: checked.__setitem__(r[0], r[1:]))
-    share = 0.62 * given.seconds  # the rest is timing's
+    for rule in dict.fromkeys(c.rule for c in work):  # what timing asks for, while others compile
+        found = token.walk(UPDATES[rule], *shape(rule)[3:])
+        assert isinstance(found, Walk)
+        _ = found.hopper
+    share = 0.66 * given.seconds  # the rest is timing's
     while len(checked) < len(work) and time.monotonic() - begun < share:
         time.sleep(0.2)
     pool.terminate()
     done = time.monotonic() - begun
     right = [i for i in sorted(checked) if not checked[i][2]]
     cold = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    times: dict[int, tuple[float, float]] = {}
+    times: dict[int, tuple[float, float, int]] = {}
     for i in right:
         if time.monotonic() - begun > given.seconds:
             break
         try:
-            times[i] = timed(work[i], cold)
+            forward, both, beyond = times[i] = timed(work[i], cold)
         except Exception as error:
             checked[i] = (*checked[i][:2], f"{type(error).__name__}: {str(error).strip()[-120:]}")
-    for rule in dict.fromkeys(c.rule for c in work):
-        mine = [i for i in times if work[i].rule == rule]
-        by_forward = sorted(mine, key=lambda i: times[i][0])
-        by_back = sorted(mine, key=lambda i: times[i][1] - times[i][0])
-        for i in dict.fromkeys([i for i in mine if not work[i].change] + by_back[: given.best] + by_forward[:2]):
-            forward, both = times[i]
-            said = f"{forward:.2f} / {both:.2f}, back {both - forward:.2f}, {checked[i][1]:.0e} off"
-            print(f"{rule} {work[i].name}: {said}")
+            continue
+        said = f"{forward:.2f} / {both:.2f}, back {both - forward:.2f}, {checked[i][1]:.0e} off"
+        said += f", {beyond} MB, {checked[i][0]:.0f} s"
+        print(f"{work[i].rule} {work[i].name}: {said}", flush=True)
     for i in sorted(checked):
         if checked[i][2]:
             print(f"WRONG {work[i].rule} {work[i].name}: {checked[i][2]}"[:200])

@@ -44,3 +44,9 @@ def sum_2(a, b, c, d):
 def sum_3(a, b, c, d, e, f):
     """Three of them."""
     return a + d, b + e, c + f
+
+
+@triton.jit
+def max_2(a, b, c, d):
+    """Two maxima at once."""
+    return tl.maximum(a, c), tl.maximum(b, d)

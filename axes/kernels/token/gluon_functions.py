@@ -7,6 +7,13 @@ from axes.kernels.token import functions
 
 _ENTRYWISE = functions.log1p, functions.expm1, functions.tanh, functions.power
 log1p, expm1, tanh, power = (gluon.jit(f.fn) for f in _ENTRYWISE)
+sum_2 = gluon.jit(functions.sum_2.fn)
+
+
+@gluon.jit
+def max_2(a, b, c, d):
+    """Two maxima at once."""
+    return gl.maximum(a, c), gl.maximum(b, d)
 
 
 @gluon.jit
@@ -55,3 +62,9 @@ def sqrt(x):
 @gluon.jit
 def exp(x):
     return _unit(x * 1.4426950408889634, "ex2")
+
+
+@gluon.jit
+def exp_of_sum(a, b):
+    """exp(a + b), of a tile and what is less: one product that is added for a sum and a product of every entry."""
+    return _unit(a * 1.4426950408889634 + b * 1.4426950408889634, "ex2")
