@@ -79,6 +79,7 @@ def rates(group: Group, update: StateUpdate, like: Tensor) -> dict[str, Tensor |
     return signal | {name: beside(plain(group[name]), like) for name in vectors(update)}
 
 
+@uncompiled()
 def rates_of(group: Group, asked: Iterable[str], today: Today) -> dict[str, Any]:
     """The numbers of a step: rates by their names, and what programs read of the hyperparameters."""
     found: dict[str, Any] = dict(today.numbers)
