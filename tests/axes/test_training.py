@@ -206,7 +206,7 @@ def test_other_dtypes(text: str, tmp_path: Path, dtype: str) -> None:
     assert weight.dtype == others.get(dtype, torch.float32)
 
 
-@pytest.mark.parametrize("depth", ["residual", "mhc", "post-norm"])
+@pytest.mark.parametrize("depth", ["residual", "mhc", pytest.param("post-norm", marks=pytest.mark.slow)])
 def test_streams_in_16_bits_beside_weights_in_float32(text: str, tmp_path: Path, depth: str) -> None:
     """Close to autocast alone, resumed bit for bit, read again from its files; nothing that is saved is in 16 bits."""
     configuration = small(text, dtype="bfloat16-streams", depth=depth, sequence="softmax-attention", optimizer="adamw")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -86,15 +87,16 @@ def walk(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def rules_and_dtypes() -> None:
+    dtypes = itertools.cycle((torch.float64, torch.float32, torch.bfloat16))
     for instance in [i for i in ENTRYWISE if not i.transcendental]:
         for options in instance.configurations:
-            for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                models = [net(dtype), net(dtype)]
-                one, other = both(lambda m, i=instance, o=options, **way: i.cls(m, lr=0.01, **o, **way), models)  # type: ignore[misc]
-                for model, optimizer in zip(models, (one, other), strict=True):
-                    walk(model, optimizer, range(2))
-                assert by_kernel(one) and not batches(other), instance
-                alike(*models, one, other, BOUND[dtype])
+            dtype = next(dtypes)
+            models = [net(dtype), net(dtype)]
+            one, other = both(lambda m, i=instance, o=options, **way: i.cls(m, lr=0.01, **o, **way), models)  # type: ignore[misc]
+            for model, optimizer in zip(models, (one, other), strict=True):
+                walk(model, optimizer, range(2))
+            assert by_kernel(one) and not batches(other), instance
+            alike(*models, one, other, BOUND[dtype])
     models = [net(torch.float32), net(torch.float32)]
     one, other = both(lambda m, **way: optim.AdamW(m, lr=0.01, foreach=way.get("foreach", True), maximize=True), models)
     for model, optimizer in zip(models, (one, other), strict=True):
